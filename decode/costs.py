@@ -1,0 +1,109 @@
+"""Measured costs: a target pass by rows, and one step of each draft variant."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from draftsmith.distill.variants import DraftShape, Variant
+
+from .runner import DraftRunner, Runner
+
+MAX_DRAFT = 16
+PROBE_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 17)
+PROBE_CONTEXT = 128
+
+
+@dataclass
+class Costs:
+    """Seconds. verify[n - 1]: a target pass of n rows; step[name]: one draft token of a variant;
+    catch_up: the deep layers over 8 positions they have not seen. Entries follow the machine by moving
+    averages while decoding."""
+
+    verify: list[float]
+    step: dict[str, float] = field(default_factory=dict)
+    catch_up: float = 0.0
+
+    def rows(self, n: int) -> float:
+        return self.verify[min(n, len(self.verify)) - 1]
+
+    def update_verify(self, n: int, seconds: float, weight: float = 0.1) -> None:
+        if n <= len(self.verify):
+            seconds = min(seconds, 2 * self.verify[n - 1])  # a hiccup of the machine is not a cost
+            self.verify[n - 1] += weight * (seconds - self.verify[n - 1])
+
+    def update_step(self, name: str, seconds: float, weight: float = 0.1) -> None:
+        if name in self.step:
+            self.step[name] += weight * (min(seconds, 2 * self.step[name]) - self.step[name])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"verify": self.verify, "step": self.step, "catch_up": self.catch_up}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Costs:
+        return cls(list(value["verify"]), dict(value["step"]), float(value["catch_up"]))
+
+
+def interpolate(rows: tuple[int, ...], seconds: list[float]) -> list[float]:
+    """Seconds for 1 .. max(rows) rows by linear interpolation."""
+    import numpy as np
+
+    return [float(x) for x in np.interp(np.arange(1, rows[-1] + 1), rows, seconds)]
+
+
+def _median(run: Callable[[], object], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+@torch.no_grad()
+def measure_costs(target: Runner, draft: DraftRunner | None, repeats: int = 3) -> Costs:
+    """Time target passes and draft steps at a context of 128 positions; about two seconds for SmolLM2."""
+    context = min(PROBE_CONTEXT, target.context // 2)
+    cache = target.new_cache(1, context + MAX_DRAFT + 1)
+    token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    target.forward(token.expand(1, context), cache, keep=1)
+
+    def verify(n: int) -> None:
+        target.forward(token.expand(1, n), cache)
+        cache.crop(context)
+
+    rows = tuple(n for n in PROBE_ROWS if context + n <= target.context)
+    costs = Costs(interpolate(rows, [_median(lambda n=n: verify(n), repeats) for n in rows]))
+    if draft is None:
+        return costs
+    context = min(context, draft.context // 2)
+    drafts = draft.new_cache(context + 2)
+    full = draft.shape.variants()[-1]
+    draft.forward(token.expand(1, context), drafts, full, keep=1)
+
+    def step(variant: Variant) -> None:
+        draft.forward(token, drafts, variant)
+        drafts.crop(context)
+
+    for variant in draft.shape.variants():
+        drafts.deep = context
+        costs.step[variant.name] = _median(lambda v=variant: step(v), 4 * repeats)
+
+    def deep() -> None:
+        drafts.deep = max(0, context - 8)
+        draft.catch_up(drafts, full, keep=1)
+
+    costs.catch_up = _median(deep, 2 * repeats)
+    return costs
+
+
+def theoretical_speedup(costs: Costs, shape: DraftShape, name: str, acceptance: float, k: int) -> float:
+    """Expected speed-up over one-row decoding at a constant acceptance rate and k drafted tokens."""
+    tokens = sum(acceptance**i for i in range(k + 1))
+    return tokens * costs.rows(1) / (k * costs.step[name] + costs.rows(k + 1))

@@ -1,0 +1,162 @@
+"""`Decoder`: load a bundle and generate."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftsmith.data import DraftsmithError
+from draftsmith.data.chat import chat_ids
+
+from .bundle import Bundle, check_compatible, load_bundle
+from .costs import Costs, measure_costs
+from .loop import Generation, Stats, Token
+from .policies import PolicyContext, make_policy
+from .runner import DraftRunner, Runner, load_runner
+from .sampling import GumbelNoise, Noise, SamplingParams
+from .target import Target, load_target
+from .text import TextStream
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+
+
+@dataclass
+class GenerationOutput:
+    """A finished generation. finish_reason: "stop" (end of sequence, stop string or id) or "length"."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: str = "length"
+    stats: Stats = field(default_factory=Stats)
+
+
+@dataclass
+class Chunk:
+    """A piece of a stream: the tokens of one round, each with the text that became final with it, and the
+    output so far."""
+
+    pieces: list[tuple[Token, str]]
+    output: GenerationOutput
+
+    @property
+    def text(self) -> str:
+        return "".join(text for _, text in self.pieces)
+
+
+class Decoder:
+    """A target with a draft, ready to generate."""
+
+    def __init__(self, target: Target, runner: Runner, draft: DraftRunner | None, bundle: Bundle | None,
+                 costs: Costs | None) -> None:
+        self.target, self.runner, self.draft, self.bundle, self.costs = target, runner, draft, bundle, costs
+        self.tokenizer, self.eos_ids = target.tokenizer, target.eos_ids
+        settings = bundle.manifest.policy if bundle else {}
+        shape = bundle.shape if bundle else None
+        self.context = PolicyContext(
+            shape, bundle.gate if bundle and settings.get("use_gate") else None, costs,
+            settings.get("default", "goodput") if draft else "ar",
+            shape.find(settings["variant"]) if shape and "variant" in settings else None,
+            settings.get("paper", {}), settings.get("goodput", {}),
+        )
+
+    @classmethod
+    def load(cls, bundle: str | os.PathLike[str], target: str | None = None, quiet: bool = True,
+             trust_remote_code: bool = False) -> Decoder:
+        """Load a bundle with its target (named in the manifest, or `target`: a folder or hub name).
+
+        Raises `DraftsmithError` for a damaged bundle or a target that does not fit it. Costs are measured
+        at load, in about two seconds.
+        """
+        started = time.perf_counter()
+        found = load_bundle(bundle)
+        loaded = load_target(target or found.manifest.target["name"], trust_remote_code=trust_remote_code)
+        check_compatible(found.manifest, loaded.model.config, loaded.tokenizer)
+        decoder = cls.assemble(loaded, found)
+        if not quiet:
+            print(f"Loaded {loaded.name} and {found.folder} in {time.perf_counter() - started:.1f} s; a target "
+                  f"pass takes {1e3 * decoder.costs.rows(1):.0f} ms, a draft step "  # type: ignore[union-attr]
+                  f"{1e3 * min(decoder.costs.step.values()):.1f} ms and more",  # type: ignore[union-attr]
+                  file=sys.stderr, flush=True)
+        return decoder
+
+    @classmethod
+    def assemble(cls, target: Target, bundle: Bundle) -> Decoder:
+        """A decoder from a loaded target and bundle; measures costs."""
+        runner = load_runner(target)
+        embedding = target.model.get_input_embeddings().weight.detach()
+        draft = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors, embedding)
+        return cls(target, runner, draft, bundle, measure_costs(runner, draft))
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text (as it is), of chat messages (through the chat template), or ids themselves."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt).input_ids)
+        if all(isinstance(m, dict) for m in prompt) and prompt:
+            return chat_ids(self.tokenizer, list(prompt))  # type: ignore[arg-type]
+        ids = [int(i) for i in prompt]  # type: ignore[call-overload]
+        if bad := [i for i in ids if not 0 <= i < self.runner.vocab_size]:
+            raise DraftsmithError(f"token id {bad[0]} is outside the target's vocabulary of {self.runner.vocab_size}")
+        return ids
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None,
+                 policy: str | None = None) -> GenerationOutput:
+        """Generate one answer. `policy`: "ar", "fixed(k)", "paper" or "goodput"; default: the bundle's."""
+        output = GenerationOutput()
+        for chunk in self.stream(prompt, params, policy):
+            output = chunk.output
+        return output
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, policy: str | None = None,
+               noise: Noise | None = None) -> Iterator[Chunk]:
+        """Generate in chunks of whole characters; stop iterating to cancel. The last chunk is complete."""
+        params = params or SamplingParams()
+        started = time.perf_counter()
+        generation = self.start(prompt, params, policy, noise)
+        yield from self.run(generation, started)
+
+    def start(self, prompt: Prompt, params: SamplingParams, policy: str | None = None,
+              noise: Noise | None = None) -> Generation:
+        """The loop for one request, not yet run."""
+        if noise is None:
+            noise = Noise() if params.seed is None else GumbelNoise(params.seed, self.runner.vocab_size)
+        return Generation(self.prompt_ids(prompt), params, make_policy(policy, self.context), self.runner,
+                          self.draft, noise, self.eos_ids, self.costs)
+
+    def run(self, generation: Generation, started: float | None = None) -> Iterator[Chunk]:
+        """Drive a loop to its end, cutting at stop ids, stop strings and max_tokens."""
+        started = time.perf_counter() if started is None else started
+        params, stats = generation.params, generation.stats
+        output = GenerationOutput(stats=stats)
+        stream = TextStream(self.tokenizer, tuple(params.stop), generation.stop_ids)
+        done = generation.max_tokens == 0
+        while not done:
+            fresh = generation.prefill() if not output.tokens else generation.round()
+            pieces: list[tuple[Token, str]] = []
+            for token in fresh:
+                ends = token.id in generation.stop_ids
+                pieces.append((token, "" if ends else stream.push(token.id)))
+                if ends or stream.stopped:
+                    done, output.finish_reason = True, "stop"
+                    break
+            stats.trimmed += len(fresh) - len(pieces)
+            output.tokens += [token for token, _ in pieces]
+            output.token_ids += [token.id for token, _ in pieces]
+            stats.emitted = len(output.tokens)
+            done = done or stats.emitted >= generation.max_tokens
+            if done:
+                pieces[-1] = (pieces[-1][0], pieces[-1][1] + stream.finish())
+            output.text += "".join(text for _, text in pieces)
+            if not stats.ttft:
+                stats.ttft = time.perf_counter() - started
+            stats.seconds = time.perf_counter() - started
+            if done:
+                stats.policy = generation.policy.report()
+                stats.check()
+            yield Chunk(pieces, output)
+        if not output.tokens:
+            yield Chunk([], output)

@@ -1,0 +1,132 @@
+"""The elastic draft as a proposer: what it drafts, and exactly the distribution it drafted from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from draftsmith.distill.variants import Variant
+
+from .meter import PerplexityMeter, log_probs_at
+from .policies import Plan, Policy
+from .runner import DraftRunner
+from .sampling import GumbelNoise, Noise, SamplingParams, process
+
+METER_ROWS = 32  # positions of a long catch-up (a prompt) that enter the perplexity
+
+
+@dataclass
+class Draft:
+    """Drafted tokens (target ids) with, for each, the probability it was proposed with, the draft's
+    confidence (softmax at temperature 1) and top-2 margin. `q_rows[i]` is the processed distribution
+    over the head at index i and `kept[i]` marks the tokens that early rejection would have let through;
+    both have one more entry when the last sampled token was dropped."""
+
+    variant: Variant | None = None
+    tokens: list[int] = field(default_factory=list)
+    q_at: list[float] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    q_rows: list[torch.Tensor] = field(default_factory=list)
+    kept: list[torch.Tensor | None] = field(default_factory=list)
+    dropped: bool = False
+
+
+class ElasticProposer:
+    """Runs an elastic draft for one request; its cache follows the committed text."""
+
+    def __init__(self, runner: DraftRunner, vocab_size: int, capacity: int, params: SamplingParams, noise: Noise,
+                 forbidden: frozenset[int]) -> None:
+        self.runner, self.vocab_size, self.params, self.noise = runner, vocab_size, params, noise
+        self.cache = runner.new_cache(capacity)
+        self.head_list: list[int] = runner.head_ids.tolist()
+        self.forbidden = [i for i, token in enumerate(self.head_list) if token in forbidden]
+        self.room = self.cache.capacity
+
+    def read(self, tokens: list[int], variant: Variant, meter: PerplexityMeter | None) -> torch.Tensor:
+        """Run the draft over the committed tokens it has not seen; logits [D] for the next one."""
+        seen = self.cache.lengths[0]
+        unseen = tokens[seen:]
+        keep = min(len(unseen), METER_ROWS + 1) if meter is not None else 1
+        ids = torch.tensor([unseen], device=self.runner.head_ids.device)
+        logits = self.runner.forward(ids, self.cache, variant, keep)
+        if meter is not None and keep > 1:
+            first = len(tokens) - keep + 1  # absolute position that row 0 predicts
+            for i, value in enumerate(self._log_probs(logits, tokens[first:])):
+                meter.draft[first + i] = value
+        return logits[-1]
+
+    def _log_probs(self, logits: torch.Tensor, tokens: list[int]) -> list[float]:
+        rows = [self._row(t) for t in tokens]
+        known = log_probs_at(logits, [max(r, 0) for r in rows])
+        return [value if row >= 0 else float("-inf") for value, row in zip(known, rows, strict=True)]
+
+    def _row(self, token: int) -> int:
+        """Head row of a target token, -1 if the trimmed head lacks it."""
+        import bisect
+
+        i = bisect.bisect_left(self.head_list, token)
+        return i if i < len(self.head_list) and self.head_list[i] == token else -1
+
+    def propose(self, tokens: list[int], plan: Plan, policy: Policy, meter: PerplexityMeter | None,
+                stop_ids: frozenset[int], ban_until: int) -> Draft:
+        """Draft up to `plan.max_tokens` after `tokens`. Tokens in `forbidden` are impossible at positions
+        before `ban_until`; drafting ends after a token in `stop_ids`."""
+        assert plan.variant is not None
+        draft = Draft(plan.variant)
+        logits = self.read(tokens, plan.variant, meter)
+        device = self.runner.head_ids.device
+        while len(draft.tokens) < plan.max_tokens:
+            position = len(tokens) + len(draft.tokens)
+            if position < ban_until and self.forbidden:
+                logits = logits.index_fill(0, torch.tensor(self.forbidden, device=device), float("-inf"))
+            top = logits.topk(2).values if policy.wants_margin and len(logits) > 1 else None
+            margin = float(top[0] - top[1]) if top is not None else 0.0
+            if not policy.proceed(len(draft.tokens), margin):
+                break
+            if not self._sample(draft, logits, margin, position, plan.min_confidence):
+                break
+            if len(draft.tokens) == plan.max_tokens or draft.tokens[-1] in stop_ids:
+                break
+            ids = torch.tensor([[draft.tokens[-1]]], device=device)
+            logits = self.runner.forward(ids, self.cache, plan.variant)[0]
+        return draft
+
+    def _sample(self, draft: Draft, logits: torch.Tensor, margin: float, position: int, floor: float) -> bool:
+        """Sample one token into `draft`; False when early rejection ends the draft."""
+        raw = torch.log_softmax(logits, dim=-1)
+        if self.params.greedy:
+            row = int(logits.argmax())
+            confidence = float(raw[row].exp())
+            if confidence < floor:
+                return False  # deterministic given the prefix: stops before proposing
+            draft.q_at.append(1.0)
+        else:
+            q = process(logits[None], self.params)[0]
+            if isinstance(self.noise, GumbelNoise):
+                row = self.noise.draw(q, position, self.runner.head_ids)
+            else:
+                row = self.noise.draw(q, position)
+            confidence = float(raw[row].exp())
+            draft.q_rows.append(q)
+            draft.kept.append(raw.exp() >= floor if floor > 0 else None)
+            if confidence < floor:
+                draft.dropped = True
+                return False
+            draft.q_at.append(float(q[row]))
+        draft.tokens.append(self.head_list[row])
+        draft.confidences.append(confidence)
+        draft.margins.append(margin)
+        draft.log_probs.append(float(raw[row]))
+        return True
+
+    def q_tilde(self, draft: Draft, i: int, like: torch.Tensor) -> torch.Tensor:
+        """The truncated proposal at index i over the target's vocabulary, in `like`'s precision."""
+        kept = draft.kept[i]
+        q = draft.q_rows[i] if kept is None else torch.where(kept, draft.q_rows[i], 0.0)
+        return torch.zeros_like(like).index_copy_(0, self.runner.head_ids, q.to(like.dtype))
+
+    def crop(self, length: int) -> None:
+        self.cache.crop(length)

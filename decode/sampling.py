@@ -1,0 +1,124 @@
+"""Sampling parameters, logits processing, and the sources of randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from draftsmith.data import DraftsmithError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to generate one answer; names and meanings as users of vLLM and OpenAI's API expect.
+
+    temperature 0 is greedy. `stop` strings end the text and are not part of it; `stop_token_ids` end it
+    and are kept as ids. With a `seed` the text depends on nothing but the seed and the target.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    seed: int | None = None
+    extra_stop: frozenset[int] = field(default=frozenset(), repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        checks = [
+            (self.max_tokens >= 0, f"max_tokens must be 0 or more, not {self.max_tokens}"),
+            (0.0 <= self.temperature < float("inf"), f"temperature must be 0 or more, not {self.temperature}"),
+            (0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], not {self.top_p}"),
+            (self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}"),
+            (self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}"),
+            (all(self.stop), "stop strings must not be empty"),
+        ]
+        for fine, message in checks:
+            if not fine:
+                raise DraftsmithError(message)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def process(logits_RV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Probabilities [R, V] after temperature, top-k and top-p, in the logits' precision.
+
+    Ties at the top-k boundary are all kept, as in `transformers`; top-p keeps the smallest set of most
+    likely tokens whose mass reaches top_p. Greedy gives one-hot rows.
+    """
+    if params.greedy:
+        return torch.zeros_like(logits_RV).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
+    logits = logits_RV / params.temperature
+    if 0 < params.top_k < logits.shape[-1]:
+        floor = logits.topk(params.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < floor, float("-inf"))
+    probs = torch.softmax(logits, dim=-1)
+    if params.top_p < 1.0:
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        beyond = ordered.cumsum(-1) - ordered >= params.top_p
+        probs = probs.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def forbid(logits_RV: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+    """Logits with the given tokens impossible (end-of-sequence before min_tokens)."""
+    return logits_RV.index_fill(-1, torch.as_tensor(list(ids), device=logits_RV.device), float("-inf"))
+
+
+class Noise:
+    """Independent randomness: acceptance tests and draws. Tests replace it to enumerate outcomes."""
+
+    coupled = False
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator or torch.Generator().manual_seed(int.from_bytes(np.random.bytes(7), "little"))
+
+    def accept(self, probability: float) -> bool:
+        return float(torch.rand((), generator=self.generator, dtype=torch.float64)) < probability
+
+    def draw(self, probs_V: torch.Tensor, position: int) -> int:
+        """A token from probs (unnormalised allowed); `position` is its absolute position in the text."""
+        return int(torch.multinomial(probs_V.cpu(), 1, generator=self.generator))
+
+
+class GumbelNoise(Noise):
+    """Noise keyed by (seed, choice, absolute position, token id), shared by draft and target.
+
+    Both take argmax(log p + g), so a drafted token is kept exactly when the target would have drawn it,
+    and the text does not depend on the draft (Gumbel-max coupling).
+    """
+
+    coupled = True
+
+    def __init__(self, seed: int, vocab_size: int, choice: int = 0) -> None:
+        self.key, self.vocab_size = (seed & (2**64 - 1), choice), vocab_size
+        self.rows: dict[int, torch.Tensor] = {}
+
+    def accept(self, probability: float) -> bool:
+        raise AssertionError("coupled sampling accepts by equality")
+
+    def gumbel(self, position: int) -> torch.Tensor:
+        if position not in self.rows:
+            if len(self.rows) > 64:  # draft and target meet within one round; older rows are done with
+                self.rows.clear()
+            bits = np.random.Philox(key=np.array(self.key, np.uint64), counter=[0, 0, position, 0])
+            u = np.random.Generator(bits).random(self.vocab_size)
+            self.rows[position] = torch.from_numpy(-np.log(-np.log(np.clip(u, 1e-300, None)) + 1e-300))
+        return self.rows[position]
+
+    def draw(self, probs_V: torch.Tensor, position: int, ids: torch.Tensor | None = None) -> int:
+        """argmax of log p + g; `ids` maps entries of a trimmed head to token ids (default: identity)."""
+        noise = self.gumbel(position)
+        noise = noise[: probs_V.shape[-1]] if ids is None else noise[ids]
+        return int((probs_V.double().log() + noise).argmax())

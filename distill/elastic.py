@@ -1,0 +1,119 @@
+"""The elastic draft: one decoder stack in the target's architecture, with exits and prunable widths.
+
+Layers are the stock layers of the target's own model class, so that every sub-network exports as a
+stock model. A narrower feed-forward block keeps the first neurons, which initialisation sorts by
+measured importance.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, LlamaConfig, PretrainedConfig
+
+from draftsmith.data import DraftsmithError
+
+from .variants import DraftShape
+
+# Families whose layers have a gated feed-forward block and whose cache the lean runner understands.
+GATED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def draft_config(target: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """The configuration of a draft with `layers` layers for `target`.
+
+    The target's own class with fewer layers for the gated families; otherwise a Llama of the target's
+    hidden size and heads, with fresh layers.
+    """
+    if target.model_type in GATED_FAMILIES:
+        config = copy.deepcopy(target)
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = ["full_attention"] * layers
+        # Training packs blocks longer than any one text; a window would never be reached within one.
+        if getattr(config, "use_sliding_window", None):
+            config.use_sliding_window = False
+        if getattr(config, "sliding_window", None):
+            config.max_position_embeddings = min(config.max_position_embeddings, config.sliding_window)
+            config.sliding_window = None
+    else:
+        config = LlamaConfig(
+            vocab_size=target.vocab_size, hidden_size=target.hidden_size,
+            intermediate_size=4 * target.hidden_size, num_hidden_layers=layers,
+            num_attention_heads=target.num_attention_heads,
+            num_key_value_heads=getattr(target, "num_key_value_heads", None) or target.num_attention_heads,
+            max_position_embeddings=target.max_position_embeddings,
+            bos_token_id=target.bos_token_id, eos_token_id=target.eos_token_id, tie_word_embeddings=True,
+        )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+class ElasticDraft(nn.Module):
+    """Layers, one norm per exit, the target's embedding and a trimmed head (both frozen by default).
+
+    `head_ids` int64 [D] maps head rows to target token ids.
+    """
+
+    head_ids: torch.Tensor
+
+    def __init__(
+        self, config: PretrainedConfig, shape: DraftShape, embed_VH: torch.Tensor, head_DH: torch.Tensor,
+        head_ids_D: torch.Tensor,
+    ) -> None:
+        super().__init__()
+        if not 0 < shape.exit < shape.layers == config.num_hidden_layers:
+            raise DraftsmithError(f"a draft of {shape.layers} layers cannot have an exit after {shape.exit}")
+        small = copy.deepcopy(config)
+        small.vocab_size, small.pad_token_id = 1, None  # the stock embedding is not used
+        stock: Any = AutoModel.from_config(small, attn_implementation="sdpa")
+        self.config, self.shape = config, shape
+        self.layers = stock.layers
+        self.rotary = stock.rotary_emb
+        self.norms = nn.ModuleDict({str(depth): copy.deepcopy(stock.norm) for depth in (shape.exit, shape.layers)})
+        self.embed = nn.Parameter(embed_VH.clone(), requires_grad=False)
+        self.head = nn.Parameter(head_DH.clone(), requires_grad=False)
+        self.register_buffer("head_ids", head_ids_D.clone())
+        self._width_BT: torch.Tensor | None = None
+        for layer in self.layers:
+            layer.mlp.down_proj.register_forward_pre_hook(self._mask_neurons)
+
+    def _mask_neurons(self, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self._width_BT is None:
+            return None
+        neurons = torch.arange(args[0].shape[-1], device=args[0].device)
+        return (args[0] * (neurons < self._width_BT[..., None]),)
+
+    def forward(
+        self, ids_BT: torch.Tensor, position_BT: torch.Tensor, mask_B1TT: torch.Tensor,
+        width_BT: torch.Tensor | None = None,
+    ) -> dict[int, torch.Tensor]:
+        """Normed hidden states [B, T, H] by exit depth; `width_BT` neurons a token, None for all."""
+        x = nn.functional.embedding(ids_BT, self.embed)
+        rotary = self.rotary(x, position_BT)
+        self._width_BT = width_BT
+        exits = {}
+        try:
+            for i, layer in enumerate(self.layers, 1):
+                out = layer(x, attention_mask=mask_B1TT, position_embeddings=rotary, position_ids=position_BT)
+                x = out[0] if isinstance(out, tuple) else out
+                if str(i) in self.norms:
+                    exits[i] = self.norms[str(i)](x)
+        finally:
+            self._width_BT = None
+        return exits
+
+    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """Logits over the trimmed head, [R, D]."""
+        return hidden_RH @ self.head.T
+
+    def portable_state(self) -> dict[str, torch.Tensor]:
+        """Tensors of a bundle's `draft.safetensors`: layers, norms, head rows and their ids.
+
+        The embedding is left out: it is the target's, frozen, and is taken from the target at load.
+        """
+        return {k: v.detach().clone().contiguous() for k, v in self.state_dict().items() if k != "embed"}

@@ -1,0 +1,110 @@
+"""Checkpoints that are complete or absent: written aside, fsynced, hashed, renamed.
+
+A checkpoint is a folder `step-NNNNNNNN` with what DeepSpeed saves and `checkpoint.json` listing the
+SHA-256 of every file. Loading verifies the newest and falls back to the one before if it is damaged.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from draftsmith.data import DraftsmithError
+from draftsmith.data.io import fsync_path, read_json, sha256_file, write_json
+
+from .stage import rank, say
+
+MARKER = "checkpoint.json"
+KEEP = 2
+TAG = "state"
+
+
+def _barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def rng_state() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002 (libraries use the global state)
+    random.setstate(state["python"])
+
+
+def save_checkpoint(engine: Any, folder: Path, step: int, inputs: str) -> None:
+    """Save a DeepSpeed engine after `step` steps. Collective: every rank calls it.
+
+    Raises `DraftsmithError` when the disk refuses; earlier checkpoints stay.
+    """
+    aside, final = folder / f".step-{step:08d}.tmp", folder / f"step-{step:08d}"
+    if rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+    _barrier()
+    try:
+        engine.save_checkpoint(str(aside), tag=TAG, client_state={"step": step, "rng": rng_state()})
+        _barrier()
+        if rank() == 0:
+            files = sorted(p for p in aside.rglob("*") if p.is_file())
+            for file in files:
+                fsync_path(file)
+            write_json(aside / MARKER, {"step": step, "inputs": inputs, "files": {
+                str(p.relative_to(aside)): sha256_file(p) for p in files}})
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(aside, final)
+            fsync_path(folder)
+            for old in checkpoints(folder)[:-KEEP]:
+                shutil.rmtree(old)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        shutil.rmtree(aside, ignore_errors=True)
+        raise DraftsmithError(f"cannot write checkpoint {final}: {error}") from error
+    _barrier()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(p for p in folder.glob("step-*") if (p / MARKER).is_file())
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        listed = read_json(checkpoint / MARKER)["files"]
+    except (DraftsmithError, KeyError) as error:
+        return str(error)
+    for name, digest in listed.items():
+        if not (checkpoint / name).is_file():
+            return f"{name} is missing"
+        if sha256_file(checkpoint / name) != digest:
+            return f"{name} is truncated or altered"
+    return None
+
+
+def load_checkpoint(engine: Any, folder: Path, inputs: str) -> int:
+    """Load the newest sound checkpoint into the engine; returns its step, 0 when there is none.
+
+    A damaged one is named and the one before is used. One made from other inputs is refused.
+    """
+    for checkpoint in reversed(checkpoints(folder)):
+        if problem := damage(checkpoint):
+            say(f"checkpoint {checkpoint} is damaged ({problem}); falling back to the one before")
+            continue
+        if read_json(checkpoint / MARKER)["inputs"] != inputs:
+            raise DraftsmithError(f"{folder}: checkpoints of a different recipe or data; choose another 'out' folder "
+                                  "or delete it")
+        path, client = engine.load_checkpoint(str(checkpoint), tag=TAG)
+        if path is None:
+            raise DraftsmithError(f"{checkpoint}: DeepSpeed could not load it")
+        set_rng_state(client["rng"])
+        return int(client["step"])
+    return 0

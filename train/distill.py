@@ -1,0 +1,210 @@
+"""Job `distill`: a teacher cache in, a trained elastic draft out.
+
+    deepspeed train/distill.py --recipe recipes/quickstart.yaml
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from draftsmith.data.chat import prompt_ids
+from draftsmith.data.io import atomic_dir, write_json
+from draftsmith.data.packing import Batch, collate, pack
+from draftsmith.data.teacher_cache import TeacherCache
+from draftsmith.decode.loop import Generation
+from draftsmith.decode.policies import Fixed
+from draftsmith.decode.runner import DraftRunner, Runner, load_runner
+from draftsmith.decode.sampling import Noise, SamplingParams
+from draftsmith.decode.target import Target, load_target
+from draftsmith.distill.elastic import ElasticDraft
+from draftsmith.distill.init import build_draft
+from draftsmith.distill.losses import forward_kl_sparse
+from draftsmith.distill.variants import Variant
+from draftsmith.distill.vocab import choose_vocabulary, inverse_map
+from draftsmith.train.loop import Settings, ensure_distributed, fit
+from draftsmith.train.recipe import Recipe, parse_args
+from draftsmith.train.stage import inputs_hash, is_done, load_prompts, mark_done, run_job, say
+
+SPAN = 8  # tokens that share a sampled width: the gate's interval
+
+
+class DistillModule(nn.Module):
+    """Loss of one micro-batch: both exits at full width, and full depth at widths sampled per span."""
+
+    def __init__(self, draft: ElasticDraft, recipe: Recipe) -> None:
+        super().__init__()
+        self.draft, self.d = draft, recipe.distill
+        self.widths = torch.tensor([draft.shape.width(Variant(draft.shape.layers, b)) for b in draft.shape.buckets])
+        self.inverse = inverse_map(draft.head_ids.cpu(), len(draft.embed))
+
+    def forward(self, step_batch: tuple[Batch, int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Sum of losses over the teacher rows of the batch, with its parts; the int seeds the widths."""
+        batch, seed = step_batch
+        draft, shape = self.draft, self.draft.shape
+        device = draft.embed.device
+        ids, position, mask = (t.to(device) for t in (batch.ids_BT, batch.position_BT, batch.attention_mask()))
+        # Padding sees itself alone, so that its softmax is defined.
+        mask = mask | torch.eye(mask.shape[-1], dtype=torch.bool, device=device)
+        rows = batch.row_index_R.to(device)
+        teacher = (self.inverse[batch.top_ids_RK].to(device), batch.top_logp_RK.to(device), batch.tail_R.to(device))
+
+        def loss(hidden_BTH: torch.Tensor) -> torch.Tensor:
+            logits = draft.logits(hidden_BTH.flatten(0, 1)[rows]).float()
+            return forward_kl_sparse(logits, *teacher, self.d.temperature).sum()
+
+        exits = draft(ids, position, mask)
+        parts = {f"kl_{depth}L": loss(hidden) for depth, hidden in exits.items()}
+        whole = parts[f"kl_{shape.layers}L"] + self.d.exit_weight * parts[f"kl_{shape.exit}L"]
+        if self.d.narrow_weight > 0:
+            narrow = draft(ids, position, mask, self._sample_widths(position, batch, seed))
+            parts["kl_narrow"] = loss(narrow[shape.layers])
+            whole = whole + self.d.narrow_weight * parts["kl_narrow"]
+        return whole, {k: v.detach() for k, v in parts.items()}
+
+    def _sample_widths(self, position_BT: torch.Tensor, batch: Batch, seed: int) -> torch.Tensor:
+        """A width for each (document, branch, span of 8 positions)."""
+        generator = torch.Generator().manual_seed(seed)
+        span = batch.position_BT // SPAN + 1009 * batch.branch_BT + 100003 * (batch.document_BT + 1)
+        _, index = torch.unique(span, return_inverse=True)
+        choice = torch.randint(len(self.widths), (int(index.max()) + 1,), generator=generator)
+        return self.widths[choice[index]].to(position_BT.device)
+
+
+class PackedData:
+    """Packed blocks in an order that depends on (seed, epoch) alone, split over ranks by block."""
+
+    def __init__(self, cache: TeacherCache, recipe: Recipe, rank: int, world: int) -> None:
+        self.cache, self.d, self.seed, self.rank, self.world = cache, recipe.distill, recipe.seed, rank, world
+        self.per_step = self.d.micro_batch * self.d.accumulation * world
+        self.epochs: dict[int, list[list[int]]] = {}
+        self.lengths = [len(cache[i].tokens) for i in range(len(cache))]
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        if epoch not in self.epochs:
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.cache))
+            packed = pack([self.lengths[i] for i in order], self.d.block)
+            self.epochs = {epoch: [[int(order[i]) for i in block] for block in packed]}
+        return self.epochs[epoch]
+
+    def _block(self, number: int) -> list[int]:
+        """Documents of the n-th block of the endless stream of epochs."""
+        epoch = 0
+        while number >= (n := len(self._epoch(epoch))):
+            number, epoch = number - n, epoch + 1
+        return self._epoch(epoch)[number]
+
+    def batches(self, step: int) -> list[tuple[Batch, int]]:
+        """This rank's micro-batches of a step, each with the seed of its widths."""
+        out = []
+        for a in range(self.d.accumulation):
+            first = step * self.per_step + (a * self.world + self.rank) * self.d.micro_batch
+            blocks = [[self.cache[i] for i in self._block(first + b)] for b in range(self.d.micro_batch)]
+            out.append((collate(blocks, self.d.block), self.seed * 1_000_003 + first))
+        return out
+
+
+def heldout_acceptance(runner: Runner, draft: ElasticDraft, target: Target, recipe: Recipe) -> dict[str, float]:
+    """True acceptance by the production loop, greedy, on held-out prompts, for the largest variant and the exit."""
+    d = recipe.distill
+    live = DraftRunner(draft.config, draft.shape, draft.portable_state(), target.model.get_input_embeddings().weight)
+    out = {}
+    for variant in (draft.shape.variants()[-1], draft.shape.variants()[0]):
+        accepted = rejected = steps = emitted = 0
+        for sample in load_prompts(recipe, "heldout")[: d.eval_prompts]:
+            params = SamplingParams(max_tokens=d.eval_tokens)
+            generation = Generation(prompt_ids(target.tokenizer, sample), params, Fixed(d.eval_k, variant), runner,
+                                    live, Noise(), target.eos_ids)
+            tokens = generation.prefill()
+            while generation.emitted < generation.max_tokens and not target.eos_ids & {t.id for t in tokens}:
+                tokens = generation.round()
+            s = generation.stats
+            accepted, rejected = accepted + s.accepted, rejected + s.rejected
+            steps, emitted = steps + s.steps, emitted + generation.emitted - 1
+        out[f"heldout/acceptance_{variant.name}"] = accepted / max(1, accepted + rejected)
+        out[f"heldout/tokens_per_step_{variant.name}"] = emitted / max(1, steps)
+    return out
+
+
+def calibration_batches(cache: TeacherCache, tokens: int) -> list[torch.Tensor]:
+    """Whole documents' first texts (prompt and first answer) up to about `tokens` tokens."""
+    out, seen = [], 0
+    for i in range(len(cache)):
+        document = cache[i]
+        ids = document.tokens[document.branch <= 1].astype(np.int64)
+        out.append(torch.from_numpy(ids)[None])
+        seen += len(ids)
+        if seen >= tokens:
+            break
+    return out
+
+
+def make_draft(recipe: Recipe, target: Target, cache: TeacherCache) -> ElasticDraft:
+    """The draft before training: vocabulary from the answers, layers from the target."""
+    torch.manual_seed(recipe.seed)
+    counts = cache.token_counts(len(target.model.get_input_embeddings().weight))
+    head_ids = choose_vocabulary(counts, recipe.draft.vocab, target.eos_ids)
+    return build_draft(target.model, recipe.draft.init_layers, recipe.draft.exit, tuple(recipe.draft.buckets), head_ids,
+                       calibration_batches(cache, recipe.draft.calibration_tokens))
+
+
+def save_draft(recipe: Recipe, draft: ElasticDraft, inputs: str, figures: dict[str, float]) -> None:
+    from safetensors.torch import save_file
+
+    with atomic_dir(recipe.draft_dir) as aside:
+        save_file(draft.portable_state(), str(aside / "draft.safetensors"))
+        write_json(aside / "draft.json", {"config": draft.config.to_dict(), "shape": draft.shape.to_json(),
+                                          "heldout": figures})
+        mark_done(aside / "stage.json", inputs)
+
+
+def main() -> None:
+    args = parse_args(__doc__.splitlines()[0])
+    recipe: Recipe = args.recipe
+    d = recipe.distill
+    cache = TeacherCache(recipe.cache_dir, {"temperature": d.temperature, "k": recipe.respond.k})
+    inputs = inputs_hash(recipe, ["target", "draft", "distill"], cache=[s["sha256"] for s in cache.manifest.shards])
+    if is_done(recipe.draft_dir / "stage.json", inputs):
+        say(f"distill: {recipe.draft_dir} is up to date, nothing to do")
+        return
+    ensure_distributed()
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
+    if (found := target.fingerprint()["tokenizer_hash"]) != cache.manifest.tokenizer_hash:
+        from draftsmith.data import DraftsmithError
+
+        raise DraftsmithError(f"{recipe.cache_dir}: made with another tokenizer ({cache.manifest.tokenizer_hash[:12]} "
+                              f"against {found[:12]}); run train/respond.py for this target")
+    draft = make_draft(recipe, target, cache)
+    say(f"distill: {sum(p.numel() for p in draft.parameters() if p.requires_grad) / 1e6:.1f} M trained weights, head of "
+        f"{draft.shape.head} tokens, {len(cache)} documents")
+    runner = load_runner(target)
+    data = PackedData(cache, recipe, rank, world)
+    settings = Settings("distill", d.steps, d.lr, d.warmup, d.final_lr, d.betas, d.weight_decay, d.clip, d.accumulation,
+                        d.zero_stage, d.precision == "bf16", d.save_every)
+    figures: dict[str, float] = {}
+
+    def evaluate(step: int) -> dict[str, float]:
+        if d.eval_prompts == 0 or rank != 0:
+            return {}
+        figures.update(heldout_acceptance(runner, draft, target, recipe))
+        top = draft.shape.variants()[-1].name
+        say(f"distill: step {step}: held-out acceptance {figures[f'heldout/acceptance_{top}']:.3f}, "
+            f"{figures[f'heldout/tokens_per_step_{top}']:.2f} tokens per step at k = {d.eval_k}")
+        return figures
+
+    def rows(step_batch: Any) -> int:
+        return len(step_batch[0].tail_R)
+
+    fit(DistillModule(draft, recipe), data.batches, rows, settings, recipe.folder, inputs, d.micro_batch, evaluate,
+        d.eval_every)
+    if rank == 0:
+        save_draft(recipe, draft, inputs, figures)
+        say(f"distill: draft written to {recipe.draft_dir}")
+
+
+if __name__ == "__main__":
+    run_job(main, "distill")

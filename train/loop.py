@@ -1,0 +1,179 @@
+"""The training loop, shared by all training jobs. Read it from top to bottom."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from draftsmith.data import DraftsmithError
+
+from .checkpoint import load_checkpoint, save_checkpoint
+from .stage import rank, say
+
+
+@dataclass
+class Settings:
+    """What the loop needs of a recipe; learning rate and clipping as in `recipe.DistillSection`."""
+
+    name: str
+    steps: int
+    lr: float
+    warmup: int = 0
+    final_lr: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    accumulation: int = 1
+    zero_stage: int = 0
+    bf16: bool = False
+    save_every: int = 10**9
+
+
+def ensure_distributed() -> None:
+    """Set up one rank when the launcher has not: `python train/X.py` works as `deepspeed train/X.py` does."""
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import deepspeed
+
+    deepspeed.logger.setLevel("WARNING")
+    deepspeed.init_distributed(dist_backend=None if torch.cuda.is_available() else "gloo", verbose=False)
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """Linear warm-up, then a cosine from lr to final_lr * lr at the last step; a function of the step alone."""
+    if step < settings.warmup:
+        return settings.lr * (step + 1) / settings.warmup
+    progress = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    low = settings.lr * settings.final_lr
+    return low + (settings.lr - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def make_engine(module: nn.Module, settings: Settings, micro_batch: int) -> Any:
+    import deepspeed
+
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": settings.accumulation,
+        "zero_optimization": {"stage": settings.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": settings.clip,
+        "bf16": {"enabled": settings.bf16},
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return engine
+
+
+class Log:
+    """Scalars to TensorBoard and one JSON line a step, from the first rank; resumed logs lose no step."""
+
+    def __init__(self, folder: Path, name: str, step: int) -> None:
+        self.active = rank() == 0
+        if not self.active:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.board = SummaryWriter(str(folder / "tb" / name), purge_step=step)
+        path = folder / f"{name}.jsonl"
+        kept = []
+        if path.is_file():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    if json.loads(line)["step"] < step:
+                        kept.append(line)
+                except (json.JSONDecodeError, KeyError):
+                    continue  # the last line of a killed run
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("w", encoding="utf-8")
+        self.file.writelines(line + "\n" for line in kept)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        if self.active:
+            for key, value in values.items():
+                self.board.add_scalar(key, value, step)
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            self.file.flush()
+
+    def close(self) -> None:
+        if self.active:
+            self.board.close()
+            self.file.close()
+
+
+def total(value: float, device: torch.device) -> float:
+    """The sum of `value` over ranks."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(tensor)
+    return float(tensor)
+
+
+def fit(
+    module: nn.Module, batches: Callable[[int], list[Any]], count: Callable[[Any], int], settings: Settings,
+    folder: Path, inputs: str, micro_batch: int = 1, evaluate: Callable[[int], dict[str, float]] | None = None,
+    eval_every: int = 10**9,
+) -> Any:
+    """Train `module` for settings.steps steps; returns the engine.
+
+    `batches(step)`: this rank's micro-batches of a step, a function of the step alone (so is the data's
+    position on resume). `module(batch)` returns (sum of losses, {name: sum of a part}) over
+    `count(batch)` units; gradients are normalised by the units of all ranks and micro-batches together.
+    """
+    engine = make_engine(module, settings, micro_batch)
+    checkpoints = folder / "checkpoints" / settings.name
+    start = load_checkpoint(engine, checkpoints, inputs)
+    if start:
+        say(f"{settings.name}: resuming after step {start}")
+    log = Log(folder, settings.name, start)
+    world = torch.distributed.get_world_size()
+    bar = tqdm(range(start, settings.steps), initial=start, total=settings.steps, desc=settings.name, unit="step",
+               disable=rank() != 0)
+    if evaluate is not None and start == 0:
+        log.scalars(0, evaluate(0))
+    for step in bar:
+        began = time.perf_counter()
+        rate = learning_rate(settings, step)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+        parts = batches(step)
+        units = total(float(sum(count(b) for b in parts)), engine.device)
+        sums: dict[str, float] = {}
+        for batch in parts:
+            loss, metrics = engine(batch)
+            # DeepSpeed divides by the accumulation steps and averages over ranks; undone here, so that
+            # every unit weighs the same wherever it was.
+            engine.backward(loss * (settings.accumulation * world / units))
+            engine.step()
+            for key, value in {"loss": loss.detach(), **metrics}.items():
+                sums[key] = sums.get(key, 0.0) + float(value)
+        means = {f"train/{k}": total(v, engine.device) / units for k, v in sums.items()}
+        if not math.isfinite(means["train/loss"]):
+            raise DraftsmithError(f"{settings.name}: the loss is not finite at step {step}; lower lr, or look at the data")
+        seconds = time.perf_counter() - began
+        log.scalars(step, {**means, "train/lr": rate, "train/units_per_second": units / seconds})
+        bar.set_postfix(loss=f"{means['train/loss']:.3f}", refresh=False)
+        done = step + 1
+        if done % settings.save_every == 0 or done == settings.steps:
+            save_checkpoint(engine, checkpoints, done, inputs)
+        if evaluate is not None and (done % eval_every == 0 or done == settings.steps):
+            log.scalars(done, evaluate(done))
+    bar.close()
+    log.close()
+    return engine

@@ -1,0 +1,76 @@
+"""Stages: what a job made, from what, and whether that is still what the recipe asks for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data import DraftsmithError
+from draftsmith.data.io import read_json, sha256_json, write_json
+from draftsmith.data.text import Sample, corpus_hash, read_samples
+
+from .recipe import Recipe
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def say(message: str) -> None:
+    """A line of progress, from the first rank only."""
+    if rank() == 0:
+        print(message, file=sys.stderr, flush=True)
+
+
+def run_job(main: Callable[[], None], name: str) -> None:
+    """Run a job's main function; a user's mistake ends it with one line and exit code 1."""
+    try:
+        main()
+    except DraftsmithError as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted; run the same command again to go on", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def inputs_hash(recipe: Recipe, sections: Sequence[str], **upstream: Any) -> str:
+    """Hash of the recipe sections that decide a stage's output and of what it reads."""
+    content = recipe.model_dump(mode="json")
+    return sha256_json({"sections": {s: content[s] for s in sections}, "seed": recipe.seed, **upstream})
+
+
+def is_done(marker: Path, inputs: str) -> bool:
+    """Whether `marker` (a JSON file) records a finished stage made from these inputs."""
+    return marker.is_file() and read_json(marker).get("inputs") == inputs
+
+
+def mark_done(marker: Path, inputs: str, **facts: Any) -> None:
+    write_json(marker, {"inputs": inputs, **facts})
+
+
+def load_prompts(recipe: Recipe, split: str) -> list[Sample]:
+    """The prompts of a split, "train" or "heldout". Raises if a held-out prompt is also trained on."""
+    samples = {s: _load(recipe, s) for s in ("train", "heldout")}
+    seen = {str(s.messages or s.text) for s in samples["train"]}
+    for sample in samples["heldout"]:
+        if str(sample.messages or sample.text) in seen:
+            raise DraftsmithError(f"held-out prompt '{sample.id}' is also a training prompt")
+    return samples[split]
+
+
+def _load(recipe: Recipe, split: str) -> list[Sample]:
+    source: str = getattr(recipe.prompts, split)
+    count: int = getattr(recipe.prompts, f"{split}_count")
+    if source == "quickstart":
+        from draftsmith.data.quickstart_prompts import build
+
+        return [Sample(r["id"], r["kind"], messages=r["messages"]) for r in build(split, count, recipe.seed)]
+    return read_samples(source)[:count]
+
+
+def prompts_hash(recipe: Recipe, split: str) -> str:
+    return corpus_hash(load_prompts(recipe, split))
