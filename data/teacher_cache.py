@@ -178,9 +178,10 @@ class TeacherCache:
             top_ids=shard["top_ids"][r0:r1], top_logp=shard["top_logp"][r0:r1], tail=shard["tail"][r0:r1],
         )
 
-    def token_counts(self, vocab_size: int) -> np.ndarray:
-        """How often each token is written by the target (branches > 0); shape [vocab_size]."""
-        counts = np.zeros(vocab_size, dtype=np.int64)
+    def token_counts(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """How often each token occurs in answers (branches > 0) and in prompts; two arrays [vocab_size]."""
+        counts = np.zeros((2, vocab_size), dtype=np.int64)
         for shard in self.shards:
-            counts += np.bincount(shard["tokens"][shard["branch"] > 0], minlength=vocab_size)
-        return counts
+            for part, where in enumerate((shard["branch"] > 0, shard["branch"] == 0)):
+                counts[part] += np.bincount(shard["tokens"][where], minlength=vocab_size)
+        return counts[0], counts[1]

@@ -75,7 +75,7 @@ class Decoder:
         started = time.perf_counter()
         found = load_bundle(bundle)
         loaded = load_target(target or found.manifest.target["name"], trust_remote_code=trust_remote_code)
-        check_compatible(found.manifest, loaded.model.config, loaded.tokenizer)
+        check_compatible(found.manifest, loaded.config, loaded.tokenizer)
         decoder = cls.assemble(loaded, found)
         if not quiet:
             print(f"Loaded {loaded.name} and {found.folder} in {time.perf_counter() - started:.1f} s; a target "
@@ -90,6 +90,7 @@ class Decoder:
         runner = load_runner(target)
         embedding = target.model.get_input_embeddings().weight.detach()
         draft = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors, embedding)
+        target.release()
         return cls(target, runner, draft, bundle, measure_costs(runner, draft))
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:

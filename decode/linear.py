@@ -11,10 +11,24 @@ from torch.nn import functional as F
 PACK_ROWS = 8
 
 
+def has_bf16_units() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware (AMX): several times float32 there, and
+    slower than float32 everywhere else."""
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(supported is not None and supported())
+
+
+def training_dtype(precision: str, device: torch.device | str) -> torch.dtype:
+    """The dtype that a recipe's `precision` means here: "auto" is bfloat16 where the device has units for it."""
+    fast = torch.device(device).type == "cuda" or has_bf16_units()
+    return torch.bfloat16 if precision == "bf16" or (precision == "auto" and fast) else torch.float32
+
+
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether the oneDNN operators exist here and take this weight."""
+    fast = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bf16_units())
     return (
-        weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+        weight.device.type == "cpu" and fast and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
 

@@ -47,8 +47,8 @@ class Runner(Protocol):
 
 
 def load_runner(target: Target) -> Runner:
-    """The fastest exact runner for the target; the Hugging Face model gives its weights away to it."""
-    return LeanRunner(target) if is_lean(target.model.config) else ModuleRunner(target)
+    """The fastest exact runner for the target."""
+    return LeanRunner(target) if is_lean(target.config) else ModuleRunner(target)
 
 
 class LeanRunner:

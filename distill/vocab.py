@@ -8,16 +8,21 @@ import numpy as np
 import torch
 
 
-def choose_vocabulary(counts_V: np.ndarray, size: int, always: Iterable[int] = ()) -> torch.Tensor:
-    """Ids of the `size` most frequent tokens, ascending; `always` (end-of-sequence ids) are kept.
+def choose_vocabulary(answers_V: np.ndarray, size: int, always: Iterable[int] = (),
+                      prompts_V: np.ndarray | None = None) -> torch.Tensor:
+    """Ids of the head's `size` tokens, ascending int64; `always` (end-of-sequence ids) are kept.
 
-    Ties go to the lower id. Tokens that never occur are left out, so a corpus with fewer distinct
-    tokens than `size` gives a smaller head. Returns int64 [at most max(size, len(always))].
+    The most frequent tokens of the answers first; then, since answers repeat their prompts' words, the most
+    frequent of the prompts; then the lowest ids, which byte-pair tokenizers give to their commonest tokens,
+    so that new text finds the words that a small corpus happens to lack. Ties go to the lower id.
     """
-    always = sorted(set(always))
-    order = np.argsort(-counts_V, kind="stable")
-    frequent = [int(i) for i in order if counts_V[i] > 0 and int(i) not in always]
-    return torch.tensor(sorted(always + frequent[: max(0, size - len(always))]), dtype=torch.int64)
+    kept = dict.fromkeys(sorted(set(always)))
+    for counts in [answers_V] + ([] if prompts_V is None else [prompts_V]):
+        order = np.argsort(-counts, kind="stable")
+        kept.update(dict.fromkeys(int(i) for i in order if counts[i] > 0))
+    kept.update(dict.fromkeys(range(len(answers_V))))
+    ids = list(kept)[: max(size, len(set(always)))]
+    return torch.tensor(sorted(ids), dtype=torch.int64)
 
 
 def inverse_map(head_ids_D: torch.Tensor, vocab_size: int) -> torch.Tensor:

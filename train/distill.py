@@ -15,6 +15,7 @@ from draftsmith.data.chat import prompt_ids
 from draftsmith.data.io import atomic_dir, write_json
 from draftsmith.data.packing import Batch, collate, pack
 from draftsmith.data.teacher_cache import TeacherCache
+from draftsmith.decode.linear import training_dtype
 from draftsmith.decode.loop import Generation
 from draftsmith.decode.policies import Fixed
 from draftsmith.decode.runner import DraftRunner, Runner, load_runner
@@ -40,6 +41,7 @@ class DistillModule(nn.Module):
         self.draft, self.d = draft, recipe.distill
         self.widths = torch.tensor([draft.shape.width(Variant(draft.shape.layers, b)) for b in draft.shape.buckets])
         self.inverse = inverse_map(draft.head_ids.cpu(), len(draft.embed))
+        self.dtype = training_dtype(recipe.distill.precision, "cuda" if torch.cuda.is_available() else "cpu")
 
     def forward(self, step_batch: tuple[Batch, int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Sum of losses over the teacher rows of the batch, with its parts; the int seeds the widths."""
@@ -53,16 +55,18 @@ class DistillModule(nn.Module):
         teacher = (self.inverse[batch.top_ids_RK].to(device), batch.top_logp_RK.to(device), batch.tail_R.to(device))
 
         def loss(hidden_BTH: torch.Tensor) -> torch.Tensor:
-            logits = draft.logits(hidden_BTH.flatten(0, 1)[rows]).float()
-            return forward_kl_sparse(logits, *teacher, self.d.temperature).sum()
+            # Only rows that carry the loss reach the head.
+            logits = draft.logits(hidden_BTH.flatten(0, 1)[rows])
+            return forward_kl_sparse(logits.float(), *teacher, self.d.temperature).sum()
 
-        exits = draft(ids, position, mask)
-        parts = {f"kl_{depth}L": loss(hidden) for depth, hidden in exits.items()}
-        whole = parts[f"kl_{shape.layers}L"] + self.d.exit_weight * parts[f"kl_{shape.exit}L"]
-        if self.d.narrow_weight > 0:
-            narrow = draft(ids, position, mask, self._sample_widths(position, batch, seed))
-            parts["kl_narrow"] = loss(narrow[shape.layers])
-            whole = whole + self.d.narrow_weight * parts["kl_narrow"]
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+            exits = draft(ids, position, mask)
+            parts = {f"kl_{depth}L": loss(hidden) for depth, hidden in exits.items()}
+            whole = parts[f"kl_{shape.layers}L"] + self.d.exit_weight * parts[f"kl_{shape.exit}L"]
+            if self.d.narrow_weight > 0:
+                narrow = draft(ids, position, mask, self._sample_widths(position, batch, seed))
+                parts["kl_narrow"] = loss(narrow[shape.layers])
+                whole = whole + self.d.narrow_weight * parts["kl_narrow"]
         return whole, {k: v.detach() for k, v in parts.items()}
 
     def _sample_widths(self, position_BT: torch.Tensor, batch: Batch, seed: int) -> torch.Tensor:
@@ -145,8 +149,9 @@ def calibration_batches(cache: TeacherCache, tokens: int) -> list[torch.Tensor]:
 def make_draft(recipe: Recipe, target: Target, cache: TeacherCache) -> ElasticDraft:
     """The draft before training: vocabulary from the answers, layers from the target."""
     torch.manual_seed(recipe.seed)
-    counts = cache.token_counts(len(target.model.get_input_embeddings().weight))
-    head_ids = choose_vocabulary(counts, recipe.draft.vocab, target.eos_ids)
+    vocab_size = len(target.model.get_input_embeddings().weight)
+    answers, prompts = cache.token_counts(vocab_size)
+    head_ids = choose_vocabulary(answers, recipe.draft.vocab, target.eos_ids, prompts)
     return build_draft(target.model, recipe.draft.init_layers, recipe.draft.exit, tuple(recipe.draft.buckets), head_ids,
                        calibration_batches(cache, recipe.draft.calibration_tokens))
 
@@ -184,7 +189,7 @@ def main() -> None:
     runner = load_runner(target)
     data = PackedData(cache, recipe, rank, world)
     settings = Settings("distill", d.steps, d.lr, d.warmup, d.final_lr, d.betas, d.weight_decay, d.clip, d.accumulation,
-                        d.zero_stage, d.precision == "bf16", d.save_every)
+                        d.zero_stage, d.save_every)
     figures: dict[str, float] = {}
 
     def evaluate(step: int) -> dict[str, float]:

@@ -36,7 +36,6 @@ class Settings:
     clip: float = 1.0
     accumulation: int = 1
     zero_stage: int = 0
-    bf16: bool = False
     save_every: int = 10**9
 
 
@@ -73,7 +72,6 @@ def make_engine(module: nn.Module, settings: Settings, micro_batch: int) -> Any:
         "zero_optimization": {"stage": settings.zero_stage},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": settings.clip,
-        "bf16": {"enabled": settings.bf16},
         "steps_per_print": 10**9,
     }
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)

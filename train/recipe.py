@@ -43,6 +43,8 @@ class RespondSection(Section):
     batch: int = Field(32, ge=1)
     k: int = Field(16, ge=1, description="teacher tokens kept a row; the rest is one exact tail mass")
     shard_documents: int = Field(64, ge=1)
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="of the target while it writes; auto is "
+                                                       "bf16 where the device has units for it")
 
 
 class DraftSection(Section):
@@ -74,7 +76,7 @@ class DistillSection(Section):
     exit_weight: float = Field(0.5, ge=0, description="weight of the early exit's loss")
     narrow_weight: float = Field(0.5, ge=0, description="weight of the pass with sampled widths")
     zero_stage: int = Field(0, ge=0, le=3)
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="of matrix products; weights stay fp32")
     save_every: int = Field(100, ge=1)
     eval_every: int = Field(100, ge=1)
     eval_prompts: int = Field(8, ge=0)

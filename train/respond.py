@@ -19,6 +19,7 @@ from draftsmith.data.chat import assistant_mask, prompt_ids
 from draftsmith.data.teacher_cache import CacheManifest, CacheWriter, Document, teacher_rows
 from draftsmith.data.text import Sample, corpus_hash
 from draftsmith.decode.batch import Answer, generate_batch
+from draftsmith.decode.linear import training_dtype
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.target import Target, load_target
 from draftsmith.train.recipe import Recipe, parse_args
@@ -125,12 +126,13 @@ def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
     recipe: Recipe = args.recipe
     samples = load_prompts(recipe, "train")
-    target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
+    dtype = training_dtype(recipe.respond.precision, "cuda" if torch.cuda.is_available() else "cpu")
+    target = load_target(recipe.target.name, dtype, trust_remote_code=recipe.target.trust_remote_code)
     fingerprint = target.fingerprint()
     manifest = CacheManifest(
         target={"name": recipe.target.name, **fingerprint}, tokenizer_hash=fingerprint["tokenizer_hash"],
         corpus_hash=corpus_hash(samples), k=recipe.respond.k, temperature=recipe.distill.temperature,
-        settings={"seed": recipe.seed, **recipe.respond.model_dump(mode="json")},
+        settings={"seed": recipe.seed, **recipe.respond.model_dump(mode="json"), "dtype": str(dtype)},
     )
     writer = CacheWriter(recipe.cache_dir, manifest)
     if writer.manifest.complete:

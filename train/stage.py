@@ -74,3 +74,19 @@ def _load(recipe: Recipe, split: str) -> list[Sample]:
 
 def prompts_hash(recipe: Recipe, split: str) -> str:
     return corpus_hash(load_prompts(recipe, split))
+
+
+def load_trace_prompts(recipe: Recipe) -> list[Sample]:
+    """Prompts for traces: those of the training source after the ones that were trained on.
+
+    Acceptance on text that the draft has seen would flatter it. Where the source has no more prompts,
+    training prompts are used, and that is said.
+    """
+    train, count = recipe.prompts.train_count, recipe.trace.prompts
+    fresh = _load(recipe.model_copy(update={"prompts": recipe.prompts.model_copy(
+        update={"train_count": train + count})}), "train")[train:]
+    if len(fresh) < count:
+        say(f"trace: only {len(fresh)} prompts beyond the training ones; filling up with training prompts, whose "
+            "acceptance is flattering")
+        fresh += load_prompts(recipe, "train")[-(count - len(fresh)) :]
+    return fresh

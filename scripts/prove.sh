@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Prove one promise of the product: prints `PASS|FAIL NAME: figures`, writes runs/proofs/NAME.json, and exits
+# 0 or 1. Names: see tests/proofs.
+#
+#   bash scripts/prove.sh identity [BUNDLE]   greedy text equals stock transformers', under the margin rule
+#   bash scripts/prove.sh resume              five SIGKILLs, the same weights and optimiser state
+#   bash scripts/prove.sh wheel               the built wheel decodes without the training extras
+#   bash scripts/prove.sh quickstart          fresh clone to validated decoder within 25 minutes
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+name="${1:-}"
+if [ -z "$name" ] || [ ! -f "tests/proofs/$name.py" ]; then
+    echo "usage: bash scripts/prove.sh NAME, with NAME one of:" $(cd tests/proofs && ls [a-z]*.py | sed 's/\.py//') >&2
+    exit 2
+fi
+shift
+setup
+export HF_HUB_OFFLINE=1
+exec python "tests/proofs/$name.py" "$@"

@@ -1,0 +1,77 @@
+"""Validate a trained bundle: identical text, acceptance, speed. Exits 1 when a threshold is missed.
+
+    python scripts/validate_acceptance.py runs/quickstart/bundle [--recipe recipes/quickstart.yaml]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from draftsmith.data import DraftsmithError
+from draftsmith.data.chat import prompt_ids
+from draftsmith.data.text import read_samples
+from draftsmith.decode.bundle import device_name, load_bundle, update_manifest
+from draftsmith.decode.decoder import Decoder
+from draftsmith.decode.report import table, write_report
+from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.target import load_target
+from draftsmith.decode.validate import Result, check, run_methods, summarise, transformers_reference
+from draftsmith.train.recipe import Recipe, load_recipe
+from draftsmith.train.stage import load_prompts, run_job
+
+REFERENCE_PROMPTS = 6  # stock generate is slow, and its speed is not what is being judged
+
+
+def recipe_of(args: argparse.Namespace, manifest: Any) -> Recipe:
+    if args.recipe:
+        return load_recipe(args.recipe)
+    return Recipe.model_validate(manifest.provenance["recipe"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bundle")
+    parser.add_argument("--recipe", help="take prompts, limits and thresholds from here (default: the bundle's own)")
+    parser.add_argument("--prompts", help="JSONL or text file of prompts instead of the recipe's held-out ones")
+    parser.add_argument("--target", help="target folder or hub name (default: the one named in the bundle)")
+    parser.add_argument("--count", type=int, help="number of prompts")
+    parser.add_argument("--out", help="report folder (default: report, beside the bundle)")
+    args = parser.parse_args()
+    bundle = load_bundle(args.bundle)
+    recipe = recipe_of(args, bundle.manifest)
+    v, thresholds = recipe.validate_, recipe.validate_.thresholds.model_dump()
+    out = Path(args.out or Path(args.bundle).resolve().parent / "report")
+    samples = read_samples(args.prompts) if args.prompts else load_prompts(recipe, "heldout")
+    samples = samples[: args.count or v.count]
+    if len(samples) < 2:
+        raise DraftsmithError(f"validation compares prompts in pairs and needs at least 2, not {len(samples)}")
+    decoder = Decoder.load(args.bundle, args.target, quiet=False)
+    default = decoder.context.default
+    methods = list(dict.fromkeys(["ar", f"fixed({v.k})", "paper", "goodput", default]))
+    reference = None
+    if v.reference:
+        stock = load_target(args.target or bundle.manifest.target["name"])
+        reference = transformers_reference(stock.model, stock.eos_ids)
+    prompts = [prompt_ids(decoder.tokenizer, s) for s in samples]
+    rows = run_methods(decoder, samples, prompts, methods, v.max_tokens, reference, REFERENCE_PROMPTS,
+                       lambda schedule: tqdm(schedule, desc="validate", unit="run"))
+    result = Result(rows, default, summarise(rows, [*methods, "transformers"]), machine=device_name())
+    example = decoder.generate(prompts[0], SamplingParams(max_tokens=v.max_tokens), default)
+    result.example = [(decoder.tokenizer.decode([t.id]), t.source) for t in example.tokens]
+    misses = check(result.summary, thresholds, default)
+    report = write_report(out, result, thresholds, misses, f"Acceptance validation: {recipe.name}")
+    update_manifest(args.bundle, evaluation={**bundle.manifest.evaluation, "validation": result.summary})
+    print(f"\n{table(result)}\n\nReport: {report}")
+    for miss in misses:
+        print(f"MISS: {miss}", file=sys.stderr)
+    if misses:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_job(main, "validate_acceptance")

@@ -1,0 +1,167 @@
+"""Packed blocks: what each token may see, its position, its teacher rows; and that packing changes no output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_draft
+
+from draftsmith.data.packing import Batch, collate, pack, positions, truncate
+from draftsmith.data.teacher_cache import Document
+
+K = 3
+
+
+def make_document(prompt: int, answers: list[int], seed: int) -> Document:
+    """Random tokens; every row from the last prompt token on has a teacher, the answers' last rows left out."""
+    rng = np.random.default_rng(seed)
+    branch = np.repeat(np.arange(len(answers) + 1), [prompt, *answers])
+    last = np.append(branch[1:] != branch[:-1], True)
+    rows = np.array([i for i in range(prompt - 1, len(branch)) if i == prompt - 1 or not last[i]])
+    shape = (len(rows), K)
+    return Document(rng.integers(3, 120, len(branch)), branch, rows, rng.integers(0, 120, shape).astype(np.int32),
+                    np.log(rng.dirichlet(np.ones(K + 1), len(rows))[:, :K]).astype(np.float32),
+                    rng.random(len(rows)).astype(np.float32))
+
+
+@pytest.fixture
+def documents() -> list[Document]:
+    return [make_document(5, [4, 6], 0), make_document(3, [7], 1), make_document(6, [3, 2, 4], 2), make_document(1, [9], 3)]
+
+
+def paths(document: Document) -> list[np.ndarray]:
+    """For each answer, the indices of its text: the prompt, then the answer."""
+    prompt = np.nonzero(document.branch == 0)[0]
+    return [np.concatenate([prompt, np.nonzero(document.branch == b)[0]]) for b in range(1, document.branch.max() + 1)]
+
+
+def test_every_answer_continues_right_after_the_prompt() -> None:
+    branch = np.array([0, 0, 0, 1, 1, 2, 2, 2, 3])
+    assert positions(branch).tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 3]
+    assert positions(np.zeros(4, int)).tolist() == [0, 1, 2, 3]
+    assert positions(np.array([1, 1])).tolist() == [0, 1]
+
+
+def test_a_token_sees_its_own_prefix_and_nothing_else(documents: list[Document]) -> None:
+    """The whole mask against a reference that asks, pair by pair, whether one text holds both in this order."""
+    blocks, length = [documents[:2], documents[2:]], 32
+    mask = collate(blocks, length).attention_mask()
+    assert mask.shape == (2, 1, length, length)
+    for b, block in enumerate(blocks):
+        expected = torch.zeros(length, length, dtype=torch.bool)
+        at = 0
+        for document in block:
+            for path in paths(document):
+                for i, query in enumerate(path):
+                    expected[at + query, at + path[: i + 1]] = True
+            at += len(document.tokens)
+        assert torch.equal(mask[b, 0, :at, :at], expected[:at, :at])
+        assert not mask[b, 0, :at, at:].any(), "text sees padding"
+        assert not mask[b, 0, at:, :at].any(), "padding sees text"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packing_loses_no_document_and_fits_every_block(seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 90, 200).tolist()
+    blocks = pack(lengths, 64)
+    assert sorted(i for block in blocks for i in block) == list(range(200))
+    for block in blocks:
+        assert sum(min(lengths[i], 64) for i in block) <= 64
+    assert len(blocks) < 1.2 * sum(min(n, 64) for n in lengths) / 64 + 1, "packing wastes space"
+
+
+def test_packing_nothing_gives_no_blocks() -> None:
+    assert pack([], 64) == []
+
+
+@pytest.mark.parametrize("length", [0, 4, 5, 8, 12, 15, 99])
+def test_a_cut_document_keeps_the_rows_of_the_tokens_that_stay(length: int, documents: list[Document]) -> None:
+    whole = documents[0]
+    cut = truncate(whole, length)
+    assert cut.tokens.tolist() == whole.tokens[:length].tolist()
+    assert len(cut.branch) == len(cut.tokens)
+    kept = [i for i, token in enumerate(whole.row_token) if token < length]
+    assert cut.row_token.tolist() == whole.row_token[kept].tolist()
+    for name in ("top_ids", "top_logp", "tail"):
+        assert np.array_equal(getattr(cut, name), getattr(whole, name)[kept])
+
+
+def check_rows(batch: Batch, blocks: list[list[Document]], length: int) -> None:
+    """Every teacher row stands at its own token, in the order of the documents."""
+    row = 0
+    for b, block in enumerate(blocks):
+        at = 0
+        for document in block:
+            for i, token in enumerate(document.row_token):
+                if at + token >= length:
+                    continue
+                assert batch.row_index_R[row] == b * length + at + token
+                assert batch.ids_BT.flatten()[batch.row_index_R[row]] == document.tokens[token]
+                assert batch.top_ids_RK[row].tolist() == document.top_ids[i].tolist()
+                assert np.array_equal(batch.top_logp_RK[row].numpy(), document.top_logp[i])
+                assert batch.tail_R[row] == document.tail[i]
+                row += 1
+            at = min(length, at + len(document.tokens))
+    assert row == len(batch.row_index_R) == len(batch.top_ids_RK) == len(batch.top_logp_RK) == len(batch.tail_R)
+
+
+@pytest.mark.parametrize("length", [15, 20, 25, 32])
+def test_rows_stay_with_their_tokens_also_where_a_document_is_cut(length: int, documents: list[Document]) -> None:
+    blocks = [documents[:2], documents[2:]]
+    batch = collate(blocks, length)
+    assert batch.ids_BT.shape == batch.position_BT.shape == batch.document_BT.shape == (2, length)
+    assert batch.ids_BT.dtype == batch.top_ids_RK.dtype == torch.int64
+    check_rows(batch, blocks, length)
+
+
+def test_the_row_check_notices_rows_shifted_by_one(documents: list[Document]) -> None:
+    blocks = [documents[:2], documents[2:]]
+    batch = collate(blocks, 32)
+    batch.row_index_R = batch.row_index_R + 1
+    with pytest.raises(AssertionError):
+        check_rows(batch, blocks, 32)
+
+
+def run_packed(draft: Any, batch: Batch) -> dict[int, torch.Tensor]:
+    mask = batch.attention_mask() | torch.eye(batch.ids_BT.shape[1], dtype=torch.bool)  # as in training
+    with torch.no_grad():
+        return {depth: draft.logits(hidden) for depth, hidden in draft(batch.ids_BT, batch.position_BT, mask).items()}
+
+
+def run_alone(draft: Any, tokens: np.ndarray) -> dict[int, torch.Tensor]:
+    n = len(tokens)
+    with torch.no_grad():
+        exits = draft(torch.from_numpy(tokens)[None], torch.arange(n)[None], torch.ones(1, 1, n, n, dtype=torch.bool).tril())
+    return {depth: draft.logits(hidden)[0] for depth, hidden in exits.items()}
+
+
+def largest_difference(draft: Any, batch: Batch, blocks: list[list[Document]]) -> float:
+    """Largest difference of logits between the packed pass and each text (prompt and one answer) on its own."""
+    packed, worst = run_packed(draft, batch), 0.0
+    for b, block in enumerate(blocks):
+        at = 0
+        for document in block:
+            for path in paths(document):
+                for depth, logits in run_alone(draft, document.tokens[path]).items():
+                    worst = max(worst, float((packed[depth][b, at + path] - logits).abs().max()))
+            at += len(document.tokens)
+    return worst
+
+
+def test_packed_logits_equal_those_of_each_text_alone(target: Any, documents: list[Document]) -> None:
+    """At both exits. A position or a mask off by one, planted below, must show."""
+    draft = make_draft(target)
+    blocks = [documents[:2], documents[2:]]
+    batch = collate(blocks, 32)
+    assert torch.isfinite(run_packed(draft, batch)[4]).all(), "padding makes NaN"
+    assert largest_difference(draft, batch, blocks) < 1e-5
+    faults: list[dict[str, torch.Tensor]] = [
+        {"document_BT": torch.where(batch.document_BT < 0, -1, 0)},  # documents see each other
+        {"branch_BT": batch.branch_BT.clamp_max(1)},  # answers see each other
+        {"position_BT": torch.arange(32).expand(2, -1)},  # answers do not continue after the prompt
+    ]
+    for fault in faults:
+        assert largest_difference(draft, Batch(**{**vars(batch), **fault}), blocks) > 1e-3

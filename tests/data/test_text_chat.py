@@ -1,0 +1,168 @@
+"""Corpora of prompts, chat templates with loss masks, and comparing vocabularies."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.data import DraftsmithError
+from draftsmith.data.chat import assistant_mask, chat_ids, prompt_ids
+from draftsmith.data.text import Sample, corpus_hash, read_samples
+from draftsmith.data.vocabulary import first_difference, tokenizer_hash
+from conftest import END, make_tokenizer
+
+QUESTION = {"role": "user", "content": "2+2?"}
+ANSWER = {"role": "assistant", "content": "4 é €"}  # characters of two and three bytes
+# Drops the reasoning of earlier turns, as templates of reasoning models do.
+REWRITING = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n"
+    "{% if loop.last %}{{ m['content'] }}{% else %}{{ m['content'].split('</think>')[-1] }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_jsonl_rows_of_each_form(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", {"messages": [QUESTION, {**ANSWER, "weight": 1}], "id": "m", "kind": "sql"},
+                      {"prompt": "2+2?"}, {"text": "a document", "id": 7})
+    assert read_samples(path) == [
+        Sample("m", "sql", messages=[QUESTION, ANSWER]),
+        Sample("1", "text", messages=[QUESTION]),
+        Sample("7", "text", text="a document"),
+    ]
+
+
+@pytest.mark.parametrize("row", [
+    {}, {"prompt": 3}, {"text": None}, {"question": "2+2?"}, {"messages": []}, {"messages": "2+2?"},
+    {"messages": ["2+2?"]}, {"messages": [{"role": "user"}]}, {"messages": [{"role": "user", "content": None}]},
+    {"messages": [QUESTION, {"content": "4"}]},
+])
+def test_a_row_that_is_no_prompt_is_named(row: dict[str, Any], tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "fine"}, row)
+    with pytest.raises(DraftsmithError, match=r"a\.jsonl, row 2: "):
+        read_samples(path)
+
+
+def test_plain_text_is_split_at_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\nstill one\n\n\n\n  two  \n")
+    assert [s.text for s in read_samples(path)] == ["one\nstill one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_an_empty_or_missing_corpus_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    with pytest.raises(DraftsmithError, match=f"{name}: no such file"):
+        read_samples(path)
+    path.write_text("\n\n\n")
+    with pytest.raises(DraftsmithError, match=f"{name}: holds no prompts"):
+        read_samples(path)
+
+
+def test_the_corpus_hash_follows_content_and_order_only() -> None:
+    a, b = Sample("1", "sql", messages=[QUESTION]), Sample("2", "sql", text="2+2?")
+    assert corpus_hash([a, b]) == corpus_hash([Sample("x", "json", messages=[QUESTION]), Sample("y", "z", text="2+2?")])
+    assert len({corpus_hash(s) for s in ([a, b], [b, a], [a], [a, a], [a, Sample("2", "sql", text="2+3?")])}) == 5
+
+
+def test_chat_prompts_equal_the_template_with_its_generation_prompt(tokenizer: Any) -> None:
+    messages = [QUESTION, ANSWER, QUESTION]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert chat_ids(tokenizer, messages) == expected
+    assert prompt_ids(tokenizer, Sample("0", "text", messages=messages)) == expected
+
+
+def test_text_prompts_and_a_single_turn_without_a_template_are_the_raw_text() -> None:
+    tokenizer = make_tokenizer()
+    raw = tokenizer("2+2?").input_ids
+    assert prompt_ids(tokenizer, Sample("0", "text", text="2+2?")) == raw
+    tokenizer.chat_template = None
+    assert chat_ids(tokenizer, [QUESTION]) == raw
+    with pytest.raises(DraftsmithError, match="no chat template"):
+        chat_ids(tokenizer, [QUESTION, ANSWER, QUESTION])
+
+
+def test_messages_that_the_template_refuses_are_a_clear_error() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DraftsmithError, match="template refuses.*roles must alternate"):
+        chat_ids(tokenizer, [QUESTION, QUESTION])
+
+
+@pytest.mark.parametrize("messages", [
+    [QUESTION, ANSWER],
+    [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "still 4"}],
+    [{"role": "system", "content": "be brief"}, QUESTION, ANSWER, QUESTION],
+    [QUESTION, {"role": "assistant", "content": ""}],
+], ids=["one turn", "two turns", "ends with the user", "empty answer"])
+def test_the_mask_marks_exactly_the_assistants_tokens_and_their_end(messages: list[dict[str, str]], tokenizer: Any) -> None:
+    """The reference is built turn by turn, without rendering the whole conversation."""
+    expected_ids: list[int] = []
+    expected_mask: list[bool] = []
+    for message in messages:
+        head = tokenizer(f"<|start|>{message['role']}\n").input_ids
+        body = [*tokenizer(message["content"]).input_ids, END]
+        newline = tokenizer("\n").input_ids
+        expected_ids += head + body + newline
+        expected_mask += [False] * len(head) + [message["role"] == "assistant"] * len(body) + [False] * len(newline)
+    assert assistant_mask(tokenizer, messages) == (expected_ids, expected_mask)
+
+
+def test_a_conversation_without_the_assistant_has_an_all_false_mask(tokenizer: Any) -> None:
+    ids, mask = assistant_mask(tokenizer, [QUESTION])
+    assert len(ids) == len(mask)
+    assert not any(mask)
+
+
+def test_a_template_that_rewrites_earlier_turns_masks_the_row_with_a_warning() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = REWRITING
+    thought = {"role": "assistant", "content": "<think>hm</think>4"}
+    with pytest.warns(UserWarning, match="rewrites earlier turns"):
+        ids, mask = assistant_mask(tokenizer, [QUESTION, thought, QUESTION, ANSWER])
+    assert len(mask) == len(ids) > 0
+    assert not any(mask)
+    with warnings.catch_warnings():  # nothing was rewritten here
+        warnings.simplefilter("error")
+        assert any(assistant_mask(tokenizer, [QUESTION, thought])[1])
+
+
+class Table:
+    """A tokenizer reduced to its vocabulary, which is all that the comparison reads."""
+
+    def __init__(self, *tokens: str | None) -> None:
+        self.tokens = tokens
+
+    def get_vocab(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate(self.tokens) if token is not None}
+
+
+def test_a_padded_vocabulary_agrees_either_way() -> None:
+    short, padded = Table("a", "b", None, "d"), Table("a", "b", None, "d", "<extra_0>", "<extra_1>")
+    assert first_difference(short, padded) is None
+    assert first_difference(padded, short) is None
+    assert first_difference(short, Table("a", "b", "<unused>", "d")) is None
+    assert tokenizer_hash(short) != tokenizer_hash(padded)
+
+
+def test_a_permuted_vocabulary_is_refused_by_its_first_difference() -> None:
+    ours, theirs = Table("a", "b", "c", "d"), Table("a", "c", "b", "d")
+    assert first_difference(ours, theirs) == "id 1 is 'b' in one and 'c' in the other"
+    assert tokenizer_hash(ours) != tokenizer_hash(theirs)
+
+
+def test_the_tokenizer_hash_is_of_the_content(tokenizer: Any) -> None:
+    again = make_tokenizer()
+    assert tokenizer_hash(tokenizer) == tokenizer_hash(again)
+    assert first_difference(tokenizer, again) is None
+    again.add_tokens(["<|extra|>"])
+    assert tokenizer_hash(tokenizer) != tokenizer_hash(again)
+    assert first_difference(tokenizer, again) is None

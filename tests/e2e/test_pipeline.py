@@ -1,0 +1,148 @@
+"""The whole pipeline on a tiny target, every job through a real `deepspeed` launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import write_tiny_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = ("respond", "distill", "trace", "gate")
+
+
+def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    if check and done.returncode:
+        raise AssertionError(f"{command} exited {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done
+
+
+def launch(job: str, recipe: Path, *overrides: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return run("deepspeed", "--num_accelerators", "1", "--master_port", "29617", f"train/{job}.py", "--recipe",
+               str(recipe), *overrides, check=check)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which all four jobs have run."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    recipe = write_tiny_recipe(folder)
+    for job in JOBS:
+        launch(job, recipe)
+    return folder
+
+
+def test_each_stage_leaves_what_the_next_needs_and_learns(folder: Path) -> None:
+    out = folder / "out"
+    for name in ("teacher/manifest.json", "draft/draft.safetensors", "traces.parquet", "bundle/draftsmith.json",
+                 "bundle/gate.safetensors"):
+        assert (out / name).is_file(), name
+    lines = [json.loads(line) for line in (out / "distill.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert len(losses) == 12
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    assert any("heldout/acceptance_4L" in line for line in lines)
+
+
+def test_tensorboard_has_losses_acceptance_learning_rate_and_speed(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "out" / "tb" / "distill"))
+    board.Reload()
+    tags = set(board.Tags()["scalars"])
+    assert {"train/kl_4L", "train/kl_2L", "train/kl_narrow", "train/lr", "train/units_per_second",
+            "heldout/acceptance_4L"} <= tags
+
+
+def test_finished_stages_are_skipped(folder: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in (folder / "out").rglob("*.safetensors")}
+    for job in JOBS:
+        # Plain python works as the launcher does.
+        done = run(sys.executable, f"train/{job}.py", "--recipe", str(folder / "recipe.yaml"))
+        assert "nothing to do" in done.stderr, job
+    assert before == {p: p.stat().st_mtime_ns for p in (folder / "out").rglob("*.safetensors")}
+
+
+def test_validation_passes_and_reports(folder: Path) -> None:
+    done = run(sys.executable, "scripts/validate_acceptance.py", str(folder / "out/bundle"))
+    report = folder / "out/report"
+    assert "| **fixed(3)** (default) |" in done.stdout
+    assert "the target's own text" in (report / "report.md").read_text()
+    assert (report / "report.png").stat().st_size > 10_000
+    found = json.loads((report / "report.json").read_text())
+    assert found["misses"] == []
+    assert found["summary"]["transformers"]["identical"] == found["summary"]["transformers"]["prompts"]
+
+
+def test_validation_fails_with_a_sentence_when_a_threshold_is_missed(folder: Path) -> None:
+    recipe = write_tiny_recipe(folder / "strict", validate={"thresholds": {"acceptance": 1.0, "tokens_per_step": 5}})
+    done = run(sys.executable, "scripts/validate_acceptance.py", str(folder / "out/bundle"), "--recipe", str(recipe),
+               "--out", str(folder / "strict/report"), check=False)
+    assert done.returncode == 1
+    assert "MISS: tokens per step must be at least 5" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_export_is_a_stock_model_that_assists(folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    out = folder / "exported"
+    run(sys.executable, "scripts/export.py", str(folder / "out/bundle"), "--variant", "2layer", "--out", str(out))
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    assistant = AutoModelForCausalLM.from_pretrained(out)
+    assert assistant.config.num_hidden_layers == 2
+    ids = torch.tensor([[72, 101, 108, 108, 111]])
+    plain = target.generate(ids, max_new_tokens=12, do_sample=False)
+    assisted = target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=assistant)
+    assert plain.tolist() == assisted.tolist()
+
+
+def test_export_of_an_unknown_variant_names_the_known_ones(folder: Path) -> None:
+    done = run(sys.executable, "scripts/export.py", str(folder / "out/bundle"), "--variant", "3layer", "--out",
+               str(folder / "x"), check=False)
+    assert done.returncode == 1
+    assert "no variant '3layer'" in done.stderr
+    assert "4layer and 2layer" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_command_line_generates_and_streams_the_same_text_with_every_policy(folder: Path) -> None:
+    bundle = str(folder / "out/bundle")
+    texts = set()
+    for policy in ("ar", "paper", "goodput"):
+        done = run(sys.executable, "-m", "draftsmith.decode.cli", "generate", bundle, "red sea", "--max-tokens", "12",
+                   "--policy", policy, "--stats")
+        texts.add(done.stdout)
+        assert "tokens per step" in done.stderr
+    assert len(texts) == 1
+
+
+def test_colour_marks_accepted_tokens_only(folder: Path) -> None:
+    bundle = str(folder / "out/bundle")
+    plain = run(sys.executable, "-m", "draftsmith.decode.cli", "generate", bundle, "red sea", "--max-tokens", "12",
+                "--policy", "ar", "--color")
+    assert "\033[32m" not in plain.stdout
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("nowhere", "hi"), "nowhere: no such bundle folder"),
+    (("{bundle}", ""), "the prompt is empty"),
+    (("{bundle}", "hi", "--policy", "papr"), "did you mean 'paper'?"),
+    (("{bundle}", "hi", "--temperature", "-1"), "temperature must be 0 or more"),
+    (("{bundle}", "hi", "--target", "./nowhere"), "no such folder"),
+    (("{bundle}", "hi there " * 100), "the target's context is 512"),
+])
+def test_mistakes_on_the_command_line_get_one_clear_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    bundle = str(folder / "out/bundle")
+    done = run(sys.executable, "-m", "draftsmith.decode.cli", "generate", *(a.format(bundle=bundle) for a in arguments),
+               check=False)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,80 @@
+"""Greedy text of every policy equals stock transformers', run in another process, on every held-out prompt.
+
+A mismatch counts as a failure unless the two best tokens are closer than the rounding between passes of
+different sizes (`draftsmith.decode.identity`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from _verdict import ROOT, conclude
+from tqdm import tqdm
+
+from draftsmith.data.chat import prompt_ids
+from draftsmith.data.io import DraftsmithError
+from draftsmith.decode import Decoder, SamplingParams
+from draftsmith.decode.identity import compare
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.stage import load_prompts, run_job
+
+POLICIES = ("ar", "paper", "fixed(4)", "goodput")
+MAX_TOKENS = 64
+
+STOCK = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+folder, jobs, out, limit = sys.argv[1], json.load(open(sys.argv[2])), sys.argv[3], int(sys.argv[4])
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+texts = []
+for ids in jobs["prompts"]:
+    ids = torch.tensor([ids])
+    out_ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False,
+                             eos_token_id=jobs["eos"], pad_token_id=jobs["eos"][0])
+    texts.append(out_ids[0, ids.shape[1]:].tolist())
+json.dump(texts, open(out, "w"))
+"""
+
+
+def stock_texts(folder: str, prompts: list[list[int]], eos: list[int]) -> list[list[int]]:
+    """Greedy ids from transformers alone: the child process imports nothing of ours."""
+    with tempfile.TemporaryDirectory() as work:
+        jobs, out = Path(work) / "jobs.json", Path(work) / "out.json"
+        jobs.write_text(json.dumps({"prompts": prompts, "eos": eos}))
+        subprocess.run([sys.executable, "-c", STOCK, folder, str(jobs), str(out), str(MAX_TOKENS)], check=True)
+        return list(json.loads(out.read_text()))
+
+
+def main() -> None:
+    from draftsmith.decode.target import resolve
+
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "runs/quickstart/bundle")
+    if not folder.is_dir():
+        raise DraftsmithError(f"{folder}: no bundle; run bash scripts/quickstart.sh first, or name one")
+    decoder = Decoder.load(folder)
+    assert decoder.bundle is not None
+    recipe = Recipe.model_validate(decoder.bundle.manifest.provenance["recipe"])
+    prompts = [prompt_ids(decoder.tokenizer, s) for s in load_prompts(recipe, "heldout")]
+    stock = stock_texts(resolve(decoder.bundle.manifest.target["name"]), prompts, sorted(decoder.eos_ids))
+    failures, excused = [], 0
+    for policy in POLICIES:
+        for i, prompt in enumerate(tqdm(prompts, desc=policy, unit="prompt")):
+            ours = decoder.generate(prompt, SamplingParams(max_tokens=MAX_TOKENS), policy).token_ids
+            found = compare(decoder.runner, prompt, ours, stock[i])
+            if found is not None and found.excused:
+                excused += 1
+            elif found is not None:
+                failures.append({"policy": policy, "prompt": i, **asdict(found)})
+    texts = len(prompts) * len(POLICIES)
+    conclude("identity", not failures, f"{texts - len(failures)} of {texts} texts ({len(prompts)} prompts, "
+             f"{len(POLICIES)} policies) are stock transformers' greedy text; {excused} differ within rounding",
+             texts=texts, excused=excused, failures=failures)
+
+
+if __name__ == "__main__":
+    run_job(main, "identity")

@@ -1,0 +1,148 @@
+"""The training loop on a real DeepSpeed engine: resume is bitwise, damage falls back, units weigh the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from draftsmith.data import DraftsmithError
+from draftsmith.train import checkpoint
+from draftsmith.train.loop import Settings, ensure_distributed, fit, learning_rate
+
+SETTINGS = Settings("job", steps=10, lr=0.05, warmup=2, final_lr=0.1, accumulation=2, save_every=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _distributed() -> None:
+    ensure_distributed()
+
+
+class Regression(nn.Module):
+    """Sum of squared errors over the rows of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, batch: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = (self.linear(batch) - batch[:, :2]).square().sum()
+        return loss, {"part": loss.detach()}
+
+
+def batches(step: int, accumulation: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(2 + 3 * a, 3, generator=generator) for a in range(accumulation)]
+
+
+def interrupted_at(step: int) -> Callable[[int], list[torch.Tensor]]:
+    def stop(at: int) -> list[torch.Tensor]:
+        if at == step:
+            raise KeyboardInterrupt
+        return batches(at)
+    return stop
+
+
+def train(folder: Path, source: Any = batches, inputs: str = "x", settings: Settings = SETTINGS) -> dict[str, Any]:
+    """Train to the end (or the interruption) and return weights and optimiser state."""
+    engine = fit(Regression(), source, len, settings, folder, inputs)
+    return {"weights": engine.module.state_dict(), "optimizer": engine.optimizer.state_dict()["state"]}
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_interrupted_runs_end_bitwise_like_the_uninterrupted_one(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole")
+    for step in (1, 5, 8):
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "cut", interrupted_at(step))
+    assert same(train(tmp_path / "cut"), whole)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "cut/job.jsonl").read_text().splitlines()]
+    assert steps == list(range(10)), "the log neither repeats nor loses a step"
+
+
+@pytest.mark.parametrize("fault", ["truncated", "missing", "no marker"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = train(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", interrupted_at(7))
+    newest = checkpoint.checkpoints(tmp_path / "cut/checkpoints/job")[-1]
+    assert newest.name == "step-00000006"
+    file = next(newest.rglob("*model_states.pt"))
+    if fault == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif fault == "missing":
+        file.unlink()
+    else:
+        (newest / checkpoint.MARKER).unlink()
+    assert same(train(tmp_path / "cut"), whole)
+    said = capsys.readouterr().err
+    assert "resuming after step 3" in said
+    if fault != "no marker":  # without its marker it never was a checkpoint
+        assert f"{newest} is damaged" in said
+
+
+def test_a_full_disk_ends_with_a_message_and_keeps_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = checkpoint.fsync_path
+
+    def full(path: Path) -> None:
+        if "step-00000006" in str(path):
+            raise OSError(28, "No space left on device")
+        real(path)
+
+    monkeypatch.setattr(checkpoint, "fsync_path", full)
+    with pytest.raises(DraftsmithError, match=r"step-00000006.*No space left"):
+        train(tmp_path / "out")
+    folder = tmp_path / "out/checkpoints/job"
+    assert [p.name for p in folder.iterdir()] == ["step-00000003"]
+    monkeypatch.undo()
+    assert same(train(tmp_path / "out"), train(tmp_path / "whole"))
+
+
+def test_checkpoints_of_another_recipe_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, interrupted_at(4))
+    with pytest.raises(DraftsmithError, match="different recipe or data"):
+        train(tmp_path, inputs="y")
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_step(tmp_path: Path) -> None:
+    def poisoned(step: int) -> list[torch.Tensor]:
+        return [b * (float("nan") if step == 4 else 1.0) for b in batches(step)]
+
+    with pytest.raises(DraftsmithError, match="not finite at step 4"):
+        train(tmp_path, poisoned)
+
+
+def test_every_unit_weighs_the_same_whatever_the_micro_batch(tmp_path: Path) -> None:
+    """One step over [2 rows, 5 rows] equals one step over all 7; a mean per micro-batch would not."""
+    settings = Settings("job", steps=1, lr=0.1, accumulation=2, clip=0.0, betas=(0.0, 0.0))
+    split = fit(Regression(), batches, len, settings, tmp_path / "a", "x")
+    joined = fit(Regression(), lambda s: [torch.cat(batches(s))], len,
+                 Settings("job", steps=1, lr=0.1, accumulation=1, clip=0.0, betas=(0.0, 0.0)), tmp_path / "b", "x")
+    # Adam's first step forgets the gradient's size, so compare its second moment, which keeps it.
+    moments = [[s["exp_avg_sq"] for s in e.optimizer.state_dict()["state"].values()] for e in (split, joined)]
+    for a, b in zip(*moments, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-10)
+
+
+def test_the_learning_rate_warms_up_and_ends_at_its_share() -> None:
+    rates = [learning_rate(SETTINGS, s) for s in range(11)]
+    assert rates[0] == pytest.approx(0.025)
+    assert rates[1] == rates[2] == pytest.approx(0.05)
+    assert all(a > b for a, b in zip(rates[2:], rates[3:], strict=False))
+    assert rates[10] == pytest.approx(0.005)

@@ -1,0 +1,166 @@
+"""Job `gate`: acceptance traces in; a trained gate, its report and the finished bundle out.
+
+    deepspeed train/gate.py --recipe recipes/quickstart.yaml
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from draftsmith.data.io import read_json, sha256_json
+from draftsmith.data.teacher_cache import load_manifest
+from draftsmith.data.traces import Traces, read_traces
+from draftsmith.decode.bundle import Manifest, device_name, save_bundle
+from draftsmith.decode.policies import PaperSettings
+from draftsmith.distill.gate import (
+    Gate,
+    GateReport,
+    evaluate_gate,
+    expected_tokens,
+    round_seconds,
+    soft_weights,
+    variant_centres,
+)
+from draftsmith.distill.variants import DraftShape
+from draftsmith.train.loop import Settings, ensure_distributed, fit
+from draftsmith.train.recipe import Recipe, parse_args
+from draftsmith.train.stage import inputs_hash, run_job, say
+
+
+class GateModule(nn.Module):
+    """Minus (E[tokens] - lambda * E[time]), summed over rows; lambda follows the running tokens per second."""
+
+    features: torch.Tensor
+    tokens: torch.Tensor
+    seconds: torch.Tensor
+    centres: torch.Tensor
+
+    def __init__(self, gate: Gate, traces: Traces, shape: DraftShape, k: int) -> None:
+        super().__init__()
+        self.gate = gate
+        table = {
+            "features": torch.from_numpy(traces.features_NF), "centres": variant_centres(shape),
+            "tokens": torch.from_numpy(expected_tokens(traces.acceptance_NAH, k)).float(),
+            "seconds": torch.from_numpy(round_seconds(traces, k)).float(),
+        }
+        for name, value in table.items():
+            self.register_buffer(name, value, persistent=False)
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        rows = rows.to(self.features.device)
+        weights = soft_weights(self.gate(self.features[rows]), self.centres)
+        tokens, seconds = (weights * self.tokens[rows]).sum(), (weights * self.seconds[rows]).sum()
+        rate = (tokens / seconds).detach()  # of this batch: the running ratio of sums
+        # Divided by lambda, so that the loss is in tokens however fast the machine is.
+        return rate * seconds - tokens, {"tokens": tokens.detach(), "tokens_per_second": rate * len(rows)}
+
+
+def split_rows(traces: Traces, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Boolean masks (train, held out) by prompt, so that no prompt is on both sides."""
+    prompts = sorted(set(traces.prompt_N))
+    order = np.random.default_rng([seed, 17]).permutation(len(prompts))
+    held = {prompts[i] for i in order[: max(1, round(share * len(prompts)))]}
+    mask = np.array([p in held for p in traces.prompt_N])
+    return ~mask, mask
+
+
+def train_gate(recipe: Recipe, traces: Traces, shape: DraftShape, inputs: str) -> tuple[Gate, GateReport]:
+    g = recipe.gate
+    train_rows, held_rows = split_rows(traces, g.heldout, recipe.seed)
+    train, held = traces.take(train_rows), traces.take(held_rows)
+    torch.manual_seed(recipe.seed)
+    gate = Gate(traces.features_NF.shape[1], g.hidden)
+    gate.mean.copy_(torch.from_numpy(train.features_NF.mean(0)))
+    gate.std.copy_(torch.from_numpy(train.features_NF.std(0)).clamp_min(1e-3))
+
+    def batches(step: int) -> list[torch.Tensor]:
+        generator = np.random.default_rng([recipe.seed, step])
+        return [torch.from_numpy(generator.integers(0, len(train), min(g.batch, len(train))))]
+
+    module = GateModule(gate, train, shape, g.k)
+    fit(module, batches, len, Settings("gate", g.steps, g.lr, final_lr=0.1, weight_decay=0.01, save_every=g.steps),
+        recipe.folder, inputs)
+    gate.cpu().eval()
+    return gate, evaluate_gate(gate, held, shape, g.k)
+
+
+def acceptance_by_variant(traces: Traces) -> dict[str, float]:
+    mean = np.nanmean(traces.acceptance_NAH, axis=(0, 2))
+    return {name: float(a) for name, a in zip(traces.meta["variants"], mean, strict=True)}
+
+
+def provenance(recipe: Recipe) -> dict[str, Any]:
+    import deepspeed
+    import transformers
+
+    cache = load_manifest(recipe.cache_dir)
+    return {
+        "recipe": recipe.model_dump(mode="json", by_alias=True), "data": sha256_json(cache.shards),
+        "corpus_hash": cache.corpus_hash, "versions": {
+            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "deepspeed": deepspeed.__version__}, "commit": commit(),
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, where there is one."""
+    import subprocess
+
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def write_bundle(recipe: Recipe, gate: Gate, report: GateReport, traces: Traces, inputs: str) -> None:
+    from safetensors.torch import load_file
+
+    facts = read_json(recipe.draft_dir / "draft.json")
+    target = load_manifest(recipe.cache_dir).target
+    meta = traces.meta
+    costs = {"verify": meta["verify_seconds"], "catch_up": meta["catch_up_seconds"],
+             "step": dict(zip(meta["variants"], meta["step_seconds"], strict=True))}
+    PaperSettings.from_json(recipe.bundle.paper)  # refuse a misspelt setting now, not at decode time
+    manifest = Manifest(
+        target=target, draft={"config": facts["config"], "shape": facts["shape"]},
+        policy={"default": recipe.bundle.policy, "variant": report.best_fixed, "use_gate": report.beats_fixed,
+                "paper": recipe.bundle.paper,
+                "goodput": {"acceptance": acceptance_by_variant(traces), "margin": meta["margin"]}},
+        gate={"features": gate.inner.in_features, "hidden": gate.inner.out_features, "report": asdict(report)},
+        costs={device_name(): costs}, provenance={**provenance(recipe), "inputs": inputs},
+        evaluation={"heldout": facts["heldout"]}, thresholds=recipe.validate_.thresholds.model_dump(),
+    )
+    save_bundle(recipe.bundle_dir, manifest, load_file(str(recipe.draft_dir / "draft.safetensors")), gate)
+
+
+def main() -> None:
+    args = parse_args(__doc__.splitlines()[0])
+    recipe: Recipe = args.recipe
+    traces = read_traces(recipe.trace_file)
+    inputs = inputs_hash(recipe, ["gate", "bundle", "validate_"], traces=traces.meta["inputs"])
+    found = recipe.bundle_dir / "draftsmith.json"
+    if found.is_file() and read_json(found)["provenance"].get("inputs") == inputs:
+        say(f"gate: {recipe.bundle_dir} is up to date, nothing to do")
+        return
+    ensure_distributed()
+    shape = DraftShape.from_json(read_json(recipe.draft_dir / "draft.json")["shape"])
+    gate, report = train_gate(recipe, traces, shape, inputs)
+    if torch.distributed.get_rank() == 0:
+        write_bundle(recipe, gate, report, traces, inputs)
+    say(f"gate: on {report.rows} held-out decisions {report.gate:.1f} tokens/s; best fixed variant {report.best_fixed} "
+        f"{report.fixed[report.best_fixed]:.1f}; oracle {report.oracle:.1f} (regret {report.regret:.1%} against "
+        f"{report.regret_best_fixed:.1%})")
+    if not report.beats_fixed:
+        say(f"gate: it does not beat the best fixed variant, so the bundle uses {report.best_fixed}")
+    say(f"gate: bundle written to {recipe.bundle_dir}")
+
+
+if __name__ == "__main__":
+    run_job(main, "gate")

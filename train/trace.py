@@ -1,0 +1,170 @@
+"""Job `trace`: decode prompts the draft was not trained on and log acceptance for every variant.
+
+    deepspeed train/trace.py --recipe recipes/quickstart.yaml
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from draftsmith.data.chat import prompt_ids
+from draftsmith.data.io import read_json
+from draftsmith.data.text import Sample
+from draftsmith.data.traces import HORIZON, Traces, read_meta, write_traces
+from draftsmith.decode.costs import Costs, measure_costs
+from draftsmith.decode.loop import FEATURE_TOKENS, Generation
+from draftsmith.decode.policies import Fixed, Round
+from draftsmith.decode.runner import DraftRunner, Runner, load_runner
+from draftsmith.decode.sampling import GumbelNoise, SamplingParams, process
+from draftsmith.decode.target import Target, load_target
+from draftsmith.distill.variants import DraftShape, Variant
+from draftsmith.train.recipe import Recipe, parse_args
+from draftsmith.train.stage import inputs_hash, load_trace_prompts, run_job, say
+
+
+class Logged(Fixed):
+    """Fixed-length speculation that also looks at margins, to calibrate `goodput`."""
+
+    wants_margin = True
+
+
+class Recorder:
+    """Collects one row per gating decision, and (margin, label) pairs, from a running generation."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.pairs: list[tuple[float, float]] = []
+        self.due = 0
+        self.drafted = self.accepted = 0
+
+    def decide(self, generation: Generation, variant: int) -> None:
+        """Called before a round: a decision every 8 emitted tokens."""
+        if generation.emitted < self.due:
+            return
+        self.rows.append({"position": generation.emitted, "features": generation.features().numpy(), "variant": variant,
+                          "drafted": 0, "accepted": 0})
+        self.due = generation.emitted + FEATURE_TOKENS
+
+    def on_round(self, _generation: Generation, finished: Round) -> None:
+        self.rows[-1]["drafted"] += finished.drafted
+        self.rows[-1]["accepted"] += finished.accepted
+        self.pairs += zip(finished.margins, finished.labels, strict=False)
+
+
+@torch.no_grad()
+def teacher_forced_acceptance(runner: Runner, draft: DraftRunner, tokens: list[int], prompt_length: int,
+                              params: SamplingParams) -> np.ndarray:
+    """Sum of min(p, q) at every emitted position for every variant, float32 [A, emitted]."""
+    ids = torch.tensor([tokens[:-1]], device=runner.device)
+    emitted = len(tokens) - prompt_length
+    cache = runner.new_cache(1, len(tokens))
+    p_EV = process(runner.forward(ids, cache, emitted)[1][0], params)
+    p_ED = p_EV[:, draft.head_ids]
+    out = []
+    for variant in draft.shape.variants():
+        logits = draft.forward(ids, draft.new_cache(len(tokens)), variant, emitted)
+        out.append(torch.minimum(p_ED, process(logits, params).to(p_ED.dtype)).sum(-1).float().cpu().numpy())
+    return np.stack(out)
+
+
+def fit_margin(pairs: list[tuple[float, float]], cap: float) -> list[float]:
+    """Logistic regression of acceptance on the capped margin: [intercept, slope], lightly regularised."""
+    if len(pairs) < 16:
+        return [0.0, 0.5]
+    data = torch.tensor(pairs, dtype=torch.float64)
+    x, y = data[:, 0].clamp(max=cap), data[:, 1]
+    weights = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(weights[0] + weights[1] * x, y)
+        loss = loss + 1e-3 * weights.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return [float(w) for w in weights.detach()]
+
+
+def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, costs: Costs,
+            samples: list[Sample]) -> Traces:
+    """Decode the samples, each with one of the variants in rotation, and log every decision."""
+    from draftsmith.decode.goodput import MARGIN_CAP
+
+    t, variants = recipe.trace, draft.shape.variants()
+    params = SamplingParams(max_tokens=t.max_tokens, temperature=t.temperature, seed=recipe.seed)
+    columns: dict[str, list[Any]] = {k: [] for k in ("prompt", "position", "features", "acceptance", "variant",
+                                                     "drafted", "accepted")}
+    pairs: list[tuple[float, float]] = []
+    for number, sample in enumerate(tqdm(samples, desc="trace", unit="prompt")):
+        variant: Variant = variants[number % len(variants)]
+        recorder = Recorder()
+        generation = Generation(prompt_ids(target.tokenizer, sample), params, Logged(t.k, variant), runner, draft,
+                                GumbelNoise(recipe.seed, runner.vocab_size, number), target.eos_ids, costs)
+        generation.on_round = recorder.on_round
+        fresh = generation.prefill()
+        while generation.emitted < generation.max_tokens and not target.eos_ids & {x.id for x in fresh}:
+            recorder.decide(generation, number % len(variants))
+            fresh = generation.round()
+        ids = generation.tokens
+        ends = [i for i in range(generation.prompt_length, len(ids)) if ids[i] in target.eos_ids]
+        ids = ids[: ends[0] + 1] if ends else ids
+        if not recorder.rows:
+            continue
+        accepted = teacher_forced_acceptance(runner, draft, ids, generation.prompt_length, params)
+        accepted = np.pad(accepted, ((0, 0), (0, HORIZON)), constant_values=np.nan)
+        for row in recorder.rows:
+            columns["prompt"].append(sample.id)
+            columns["acceptance"].append(accepted[:, row["position"] : row["position"] + HORIZON])
+            for key, value in row.items():
+                columns[key].append(value)
+        pairs += recorder.pairs
+    meta = {
+        "variants": [v.name for v in variants], "step_seconds": [costs.step[v.name] for v in variants],
+        "verify_rows": list(range(1, len(costs.verify) + 1)), "verify_seconds": costs.verify,
+        "catch_up_seconds": costs.catch_up, "temperature": t.temperature, "margin": fit_margin(pairs, MARGIN_CAP),
+    }
+    return Traces(columns["prompt"], np.array(columns["position"]), np.stack(columns["features"]),
+                  np.stack(columns["acceptance"]), np.array(columns["variant"]), np.array(columns["drafted"]),
+                  np.array(columns["accepted"]), meta)
+
+
+def load_draft(recipe: Recipe, target: Target) -> tuple[DraftRunner, dict[str, Any], dict[str, torch.Tensor]]:
+    """The distilled draft ready to run, its `draft.json`, and its tensors."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    facts = read_json(recipe.draft_dir / "draft.json")
+    tensors = load_file(str(recipe.draft_dir / "draft.safetensors"))
+    embedding = target.model.get_input_embeddings().weight.detach()
+    draft = DraftRunner(AutoConfig.for_model(**facts["config"]), DraftShape.from_json(facts["shape"]), tensors, embedding)
+    return draft, facts, tensors
+
+
+def main() -> None:
+    args = parse_args(__doc__.splitlines()[0])
+    recipe: Recipe = args.recipe
+    samples = load_trace_prompts(recipe)
+    drafted = read_json(recipe.draft_dir / "stage.json")["inputs"]
+    inputs = inputs_hash(recipe, ["trace"], draft=drafted, prompts=[str(s.messages or s.text) for s in samples])
+    if recipe.trace_file.is_file() and read_meta(recipe.trace_file).get("inputs") == inputs:
+        say(f"trace: {recipe.trace_file} is up to date, nothing to do")
+        return
+    target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
+    runner = load_runner(target)
+    draft, _, _ = load_draft(recipe, target)
+    traces = collect(recipe, target, runner, draft, measure_costs(runner, draft), samples)
+    traces.meta["inputs"] = inputs
+    write_traces(recipe.trace_file, traces)
+    mean = np.nanmean(traces.acceptance_NAH, axis=(0, 2))
+    table = ", ".join(f"{n} {a:.2f}" for n, a in zip(traces.meta["variants"], mean, strict=True))
+    say(f"trace: {len(traces)} decisions in {recipe.trace_file}; acceptance by variant: {table}")
+
+
+if __name__ == "__main__":
+    run_job(main, "trace")
