@@ -33,9 +33,9 @@ def fsync_path(path: Path) -> None:
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a path beside `path` to write a file to; it replaces `path` when the block succeeds."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield aside
         fsync_path(aside)
         os.replace(aside, path)
@@ -43,7 +43,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     except OSError as error:
         raise DraftsmithError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder that could not be made
+            aside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -54,11 +55,10 @@ def atomic_dir(path: str | os.PathLike[str]) -> Iterator[Path]:
     a mixture.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
     try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
         yield aside
         for file in sorted(aside.rglob("*")):
             fsync_path(file)
@@ -66,7 +66,11 @@ def atomic_dir(path: str | os.PathLike[str]) -> Iterator[Path]:
         if path.exists():
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
             os.replace(path, old)
-            os.replace(aside, path)
+            try:
+                os.replace(aside, path)
+            except OSError:
+                os.replace(old, path)
+                raise
             shutil.rmtree(old)
         else:
             os.replace(aside, path)
@@ -108,18 +112,30 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DraftsmithError(f"{path}: no such file")
     rows = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DraftsmithError(f"{path}, line {number}: not valid JSON ({error.msg})") from error
+            except ValueError as error:  # bad JSON, or bytes that are not UTF-8
+                raise DraftsmithError(f"{path}, line {number}: not valid JSON ({error})") from error
             if not isinstance(row, dict):
                 raise DraftsmithError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
             rows.append(row)
     return rows
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: dict[str, Any]) -> None:
+    """Write a safetensors file; a full disk is a `DraftsmithError`, as with every other file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        with atomic_path(path) as aside:
+            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(aside))
+    except SafetensorError as error:
+        raise DraftsmithError(f"cannot write {path}: {error}") from error
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

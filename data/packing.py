@@ -34,7 +34,7 @@ def truncate(document: Document, length: int) -> Document:
 class Batch:
     """B packed blocks of T tokens with R teacher rows; row r belongs to token `row_index_R[r]` of B*T.
 
-    Padding has document -1. `span_BT` numbers the 8-token spans over which widths are sampled.
+    Padding has document -1.
     """
 
     ids_BT: torch.Tensor

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
-from .io import DraftsmithError, atomic_path, read_json, sha256_file, write_json
+from .io import DraftsmithError, read_json, save_tensors, sha256_file, write_json
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -57,7 +56,9 @@ class CacheManifest:
         return {k: v for k, v in asdict(self).items() if k not in ("shards", "complete")}
 
 
-def teacher_rows(logits_RV: torch.Tensor, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def teacher_rows(
+    logits_RV: torch.Tensor, k: int, temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Top-k ids, their log-probabilities and the mass outside them, of softmax(logits / temperature).
 
     The tail is summed over the tokens that were left out, not taken as 1 - sum, which would lose all
@@ -80,10 +81,10 @@ class CacheWriter:
         if path.exists():
             found = load_manifest(self.directory)
             if found.identity() != manifest.identity():
-                key = next(k for k, v in manifest.identity().items() if found.identity().get(k) != v)
-                raise DraftsmithError(
-                    f"{self.directory}: holds a cache with another '{key}'; choose another folder or delete it"
-                )
+                theirs, ours = ({**m.identity(), **m.settings} for m in (found, manifest))
+                key = next(k for k in [*manifest.settings, *ours] if theirs.get(k) != ours.get(k))
+                raise DraftsmithError(f"{self.directory}: holds a cache made with {key} = {theirs.get(key)}, not "
+                                      f"{ours.get(key)}; choose another folder or delete it")
             self.manifest = found
 
     @property
@@ -95,7 +96,7 @@ class CacheWriter:
         name = f"shard-{len(self.manifest.shards):05d}.safetensors"
         offsets = np.cumsum([0] + [len(d.tokens) for d in documents])
         starts = zip(offsets[:-1], documents, strict=True)
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "tokens": np.concatenate([d.tokens for d in documents]).astype(np.int32),
             "branch": np.concatenate([d.branch for d in documents]).astype(np.int32),
             "doc_offsets": offsets.astype(np.int64),
@@ -105,8 +106,7 @@ class CacheWriter:
             "tail": np.concatenate([d.tail for d in documents]).astype(np.float32),
         }
         path = self.directory / name
-        with atomic_path(path) as aside:
-            save_file({key: torch.from_numpy(value) for key, value in arrays.items()}, str(aside))
+        save_tensors(path, {key: torch.from_numpy(value) for key, value in arrays.items()})
         self.manifest.shards.append({
             "file": name, "sha256": sha256_file(path), "documents": len(documents),
             "tokens": int(offsets[-1]), "rows": int(len(arrays["tail"])),
@@ -124,6 +124,8 @@ def load_manifest(directory: str | Path) -> CacheManifest:
     if not path.is_file():
         raise DraftsmithError(f"{directory}: no teacher cache here (no {MANIFEST}); run train/respond.py first")
     found = read_json(path)
+    if not isinstance(found, dict):
+        raise DraftsmithError(f"{path}: not a teacher-cache manifest")
     if found.get("version") != VERSION:
         raise DraftsmithError(f"{path}: version {found.get('version')} is not the {VERSION} that this release reads")
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .io import DraftsmithError, read_jsonl, sha256_json
+from .io import DraftsmithError, read_json, read_jsonl, sha256_json
 
 Messages = list[dict[str, str]]
 
@@ -21,9 +21,10 @@ class Sample:
     text: str | None = None
 
 
-def parse_row(row: dict[str, Any], where: str, index: int) -> Sample:
+def parse_row(row: dict[str, Any], where: str, index: int, schemas: dict[str, str] | None = None) -> Sample:
     """Read `{"messages": [...]}`, `{"prompt": "..."}` (one user turn) or `{"text": "..."}`.
 
+    With `schemas` (database id to CREATE TABLE text) also `{"db_id": ..., "question": ...}`, as in Spider.
     Raises `DraftsmithError` naming `where` for a row with none of these or with malformed messages.
     """
     sample_id, kind = str(row.get("id", index)), str(row.get("kind", "text"))
@@ -38,17 +39,26 @@ def parse_row(row: dict[str, Any], where: str, index: int) -> Sample:
         return Sample(sample_id, kind, messages=[{"role": m["role"], "content": m["content"]} for m in messages])
     if isinstance(row.get("prompt"), str):
         return Sample(sample_id, kind, messages=[{"role": "user", "content": row["prompt"]}])
+    if schemas is not None and isinstance(row.get("question"), str):
+        if row.get("db_id") not in schemas:
+            raise DraftsmithError(f"{where}: no schema for database '{row.get('db_id')}'")
+        text = f"{schemas[row['db_id']]}\n\nWrite one SQL query, nothing else: {row['question']}"
+        return Sample(sample_id, "sql", messages=[{"role": "user", "content": text}])
     if isinstance(row.get("text"), str):
         return Sample(sample_id, kind, text=row["text"])
     raise DraftsmithError(f"{where}: expected one of 'messages', 'prompt' or 'text', found {sorted(row)}")
 
 
-def read_samples(path: str | Path) -> list[Sample]:
-    """Read a `.jsonl` file of rows, or any other file as plain text with blank-line separated documents."""
+def read_samples(path: str | Path, schemas: str | Path | None = None) -> list[Sample]:
+    """Read a `.jsonl` file of rows, or any other file as plain text with blank-line separated documents.
+
+    `schemas`: a JSON object of CREATE TABLE texts by database id, for rows that name a database.
+    """
     path = Path(path)
     if path.suffix == ".jsonl":
         rows = read_jsonl(path)
-        samples = [parse_row(row, f"{path}, row {i + 1}", i) for i, row in enumerate(rows)]
+        tables = read_json(schemas) if schemas is not None else None
+        samples = [parse_row(row, f"{path}, row {i + 1}", i, tables) for i, row in enumerate(rows)]
     else:
         if not path.is_file():
             raise DraftsmithError(f"{path}: no such file")

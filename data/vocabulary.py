@@ -24,13 +24,12 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return digest.hexdigest()
 
 
-def first_difference(ours: Any, theirs: Any) -> str | None:
-    """A sentence that names the first id whose tokens differ, or None when every shared id agrees.
+def first_difference(ours: list[str | None], theirs: list[str | None]) -> str | None:
+    """Where two vocabularies (token strings by id) first differ, or None when every shared id agrees.
 
     A vocabulary padded with extra ids at the end agrees; a permuted one does not.
     """
-    a, b = vocabulary(ours), vocabulary(theirs)
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+    for index, (x, y) in enumerate(zip(ours, theirs, strict=False)):
         if x is not None and y is not None and x != y:
             return f"id {index} is {x!r} in one and {y!r} in the other"
     return None

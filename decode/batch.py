@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-
 from draftsmith.data.teacher_cache import teacher_rows
 
 from .runner import Runner

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-
 from draftsmith.data import DraftsmithError
-from draftsmith.data.io import atomic_dir, read_json, sha256_file, write_json
-from draftsmith.data.vocabulary import first_difference, tokenizer_hash
+from draftsmith.data.io import atomic_dir, read_json, save_tensors, sha256_file, write_json
+from draftsmith.data.vocabulary import first_difference, vocabulary
 from draftsmith.distill.gate import Gate
 from draftsmith.distill.variants import DraftShape
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 MANIFEST = "draftsmith.json"
-DRAFT, GATE = "draft.safetensors", "gate.safetensors"
+DRAFT, GATE, VOCABULARY = "draft.safetensors", "gate.safetensors", "vocabulary.json"
 SCHEMA = 1
 
 
@@ -48,21 +47,18 @@ class Bundle:
     shape: DraftShape
     tensors: dict[str, torch.Tensor]
     gate: Gate | None
-
-    @property
-    def draft_config(self) -> Any:
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(**self.manifest.draft["config"])
+    draft_config: Any
+    vocabulary: list[str | None]  # the target's tokens by id
 
 
 def save_bundle(folder: str | os.PathLike[str], manifest: Manifest, tensors: dict[str, torch.Tensor],
-                gate: Gate | None) -> None:
-    """Write a bundle; it appears whole or not at all."""
+                gate: Gate | None, tokenizer: Any) -> None:
+    """Write a bundle for the target that `tokenizer` belongs to; it appears whole or not at all."""
     with atomic_dir(folder) as aside:
-        save_file({k: v.contiguous() for k, v in tensors.items()}, str(aside / DRAFT))
+        save_tensors(aside / DRAFT, tensors)
+        write_json(aside / VOCABULARY, vocabulary(tokenizer))
         if gate is not None:
-            save_file({k: v.contiguous() for k, v in gate.state_dict().items()}, str(aside / GATE))
+            save_tensors(aside / GATE, gate.state_dict())
         files = {p.name: sha256_file(p) for p in sorted(aside.iterdir())}
         write_json(aside / MANIFEST, {"schema": SCHEMA, "files": files, **vars(manifest)})
 
@@ -82,13 +78,24 @@ def load_bundle(folder: str | os.PathLike[str]) -> Bundle:
     if not (folder / MANIFEST).is_file():
         raise DraftsmithError(f"{folder}: not a bundle (no {MANIFEST})")
     value = read_json(folder / MANIFEST)
+    if not isinstance(value, dict) or not isinstance(value.get("files"), dict):
+        raise DraftsmithError(f"{folder / MANIFEST}: not a bundle's manifest")
     if value.get("schema") != SCHEMA:
         raise DraftsmithError(f"{folder / MANIFEST}: schema {value.get('schema')} is not the {SCHEMA} that this "
                               "release reads")
-    files = value.pop("files", {})
+    files = value.pop("files")
     value.pop("schema")
-    if DRAFT not in files:
-        raise DraftsmithError(f"{folder / MANIFEST}: lists no {DRAFT}")
+    _check_files(folder, files)
+    try:
+        return _build(folder, Manifest(**value), GATE in files)
+    except (TypeError, KeyError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+        raise DraftsmithError(f"{folder}: not a valid bundle ({type(error).__name__}: {error})") from error
+
+
+def _check_files(folder: Path, files: dict[str, str]) -> None:
+    for name in (DRAFT, VOCABULARY):
+        if name not in files:
+            raise DraftsmithError(f"{folder / MANIFEST}: lists no {name}")
     for name, digest in files.items():
         if Path(name).name != name:
             raise DraftsmithError(f"{folder / MANIFEST}: file name '{name}' leads outside the bundle")
@@ -96,36 +103,42 @@ def load_bundle(folder: str | os.PathLike[str]) -> Bundle:
             raise DraftsmithError(f"{folder / name}: listed in the bundle but missing")
         if sha256_file(folder / name) != digest:
             raise DraftsmithError(f"{folder / name}: truncated or altered (SHA-256 differs from {MANIFEST})")
-    try:
-        manifest = Manifest(**value)
-        tensors = load_file(str(folder / DRAFT))
-        gate = None
-        if GATE in files:
-            gate = Gate(manifest.gate["features"], manifest.gate["hidden"])
-            gate.load_state_dict(load_file(str(folder / GATE)))
-            gate.eval().requires_grad_(False)
-        return Bundle(folder, manifest, DraftShape.from_json(manifest.draft["shape"]), tensors, gate)
-    except (TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        raise DraftsmithError(f"{folder}: not a valid bundle ({error})") from error
 
 
-def check_compatible(manifest: Manifest, target: Any, tokenizer: Any, tokenizer_of_bundle: Any = None) -> None:
+def _build(folder: Path, manifest: Manifest, has_gate: bool) -> Bundle:
+    from transformers import AutoConfig
+
+    tensors = load_file(str(folder / DRAFT))
+    shape = DraftShape.from_json(manifest.draft["shape"])
+    for depth in (shape.exit, shape.layers):
+        if f"norms.{depth}.weight" not in tensors or f"layers.{depth - 1}.input_layernorm.weight" not in tensors:
+            raise ValueError(f"{DRAFT} has no exit after layer {depth}")
+    shape.find(manifest.policy["variant"])
+    gate = None
+    if has_gate:
+        gate = Gate(manifest.gate["features"], manifest.gate["hidden"])
+        gate.load_state_dict(load_file(str(folder / GATE)))
+        gate.eval().requires_grad_(False)
+    return Bundle(folder, manifest, shape, tensors, gate, AutoConfig.for_model(**manifest.draft["config"]),
+                  list(read_json(folder / VOCABULARY)))
+
+
+def check_compatible(bundle: Bundle, target: Any, tokenizer: Any) -> None:
     """Refuse a target whose tokenizer is not the one the draft was distilled for.
 
-    `target`: a configuration. A vocabulary padded at the end is fine; a permuted or different one is not.
+    `target`: a configuration. A vocabulary padded at the end is fine; a permuted or shorter one is not.
     """
-    wanted = manifest.target
-    if tokenizer_hash(tokenizer) != wanted["tokenizer_hash"]:
-        difference = first_difference(tokenizer_of_bundle, tokenizer) if tokenizer_of_bundle is not None else None
-        detail = f": {difference}" if difference else ""
-        raise DraftsmithError(f"the bundle's draft was made for target '{wanted['name']}', and this target's "
-                              f"tokenizer is a different one{detail}")
-    if target.vocab_size < wanted["vocab_size"]:
-        raise DraftsmithError(f"the target has {target.vocab_size} tokens, the bundle's draft knows "
-                              f"{wanted['vocab_size']}")
-    if target.hidden_size != manifest.draft["config"]["hidden_size"]:
-        raise DraftsmithError(f"the target's hidden size is {target.hidden_size}, the draft needs its embedding "
-                              f"of size {manifest.draft['config']['hidden_size']}")
+    name, theirs = bundle.manifest.target["name"], vocabulary(tokenizer)
+    if difference := first_difference(bundle.vocabulary, theirs):
+        raise DraftsmithError(f"the bundle's draft was made for target '{name}', and this target's tokenizer is "
+                              f"another: token {difference}")
+    if len(theirs) < len(bundle.vocabulary) or target.vocab_size < int(bundle.tensors["head_ids"].max()) + 1:
+        raise DraftsmithError(f"the target knows {min(len(theirs), target.vocab_size)} tokens, fewer than the "
+                              f"bundle's draft was made for ('{name}')")
+    hidden = bundle.manifest.draft["config"]["hidden_size"]
+    if target.hidden_size != hidden:
+        raise DraftsmithError(f"the target's hidden size is {target.hidden_size}, the draft needs its embedding of "
+                              f"size {hidden}")
 
 
 def device_name() -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from draftsmith.distill.variants import DraftShape, Variant
 
 from .runner import DraftRunner, Runner
@@ -56,12 +55,12 @@ def interpolate(rows: tuple[int, ...], seconds: list[float]) -> list[float]:
     return [float(x) for x in np.interp(np.arange(1, rows[-1] + 1), rows, seconds)]
 
 
-def _median(run: Callable[[], object], repeats: int) -> float:
-    run()
+def _median(repeats: int, run: Callable[..., object], *args: Any) -> float:
+    run(*args)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        run()
+        run(*args)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -79,7 +78,7 @@ def measure_costs(target: Runner, draft: DraftRunner | None, repeats: int = 3) -
         cache.crop(context)
 
     rows = tuple(n for n in PROBE_ROWS if context + n <= target.context)
-    costs = Costs(interpolate(rows, [_median(lambda n=n: verify(n), repeats) for n in rows]))
+    costs = Costs(interpolate(rows, [_median(repeats, verify, n) for n in rows]))
     if draft is None:
         return costs
     context = min(context, draft.context // 2)
@@ -93,13 +92,13 @@ def measure_costs(target: Runner, draft: DraftRunner | None, repeats: int = 3) -
 
     for variant in draft.shape.variants():
         drafts.deep = context
-        costs.step[variant.name] = _median(lambda v=variant: step(v), 4 * repeats)
+        costs.step[variant.name] = _median(4 * repeats, step, variant)
 
     def deep() -> None:
         drafts.deep = max(0, context - 8)
         draft.catch_up(drafts, full, keep=1)
 
-    costs.catch_up = _median(deep, 2 * repeats)
+    costs.catch_up = _median(2 * repeats, deep)
     return costs
 
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import chat_ids
@@ -18,7 +17,7 @@ from .loop import Generation, Stats, Token
 from .policies import PolicyContext, make_policy
 from .runner import DraftRunner, Runner, load_runner
 from .sampling import GumbelNoise, Noise, SamplingParams
-from .target import Target, load_target
+from .target import Target, load_description, load_target
 from .text import TextStream
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -74,8 +73,10 @@ class Decoder:
         """
         started = time.perf_counter()
         found = load_bundle(bundle)
-        loaded = load_target(target or found.manifest.target["name"], trust_remote_code=trust_remote_code)
-        check_compatible(found.manifest, loaded.config, loaded.tokenizer)
+        name = target or found.manifest.target["name"]
+        # Checked before the weights are read, which can take minutes.
+        check_compatible(found, *load_description(name, trust_remote_code))
+        loaded = load_target(name, trust_remote_code=trust_remote_code)
         decoder = cls.assemble(loaded, found)
         if not quiet:
             print(f"Loaded {loaded.name} and {found.folder} in {time.perf_counter() - started:.1f} s; a target "
@@ -99,7 +100,7 @@ class Decoder:
             return list(self.tokenizer(prompt).input_ids)
         if all(isinstance(m, dict) for m in prompt) and prompt:
             return chat_ids(self.tokenizer, list(prompt))  # type: ignore[arg-type]
-        ids = [int(i) for i in prompt]  # type: ignore[call-overload]
+        ids = [int(i) for i in prompt]  # type: ignore[arg-type]
         if bad := [i for i in ids if not 0 <= i < self.runner.vocab_size]:
             raise DraftsmithError(f"token id {bad[0]} is outside the target's vocabulary of {self.runner.vocab_size}")
         return ids

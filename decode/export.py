@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import torch
-
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import atomic_dir
 from draftsmith.distill.variants import Variant

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from draftsmith.data import DraftsmithError
 
 from .costs import Costs
@@ -170,6 +169,8 @@ class Generation:
     def _verify(self, p_RV: torch.Tensor, draft: Draft, position: int) -> Verdict:
         if self.params.greedy or self.noise.coupled:
             verdict = match(self._target_tokens(p_RV, position), draft.tokens)
+            if draft.dropped and verdict.source == "bonus":
+                verdict.source = "correction"  # of the dropped token, as in the uncoupled rule
         else:
             proposer = self.proposer
             verdict = token_level(
@@ -207,7 +208,10 @@ class Generation:
         if self._metered:
             for i, value in enumerate(log_probs_at(logits_RV, new)):
                 self.meter.target[position + i] = value
-            self.meter.draft.update({position + i: draft.log_probs[i] for i in range(n)})
+            if self.proposer is not None and draft.rows:
+                judged = torch.stack(draft.rows[: n + 1])
+                for i, value in enumerate(self.proposer.log_probs(judged, new[: len(judged)])):
+                    self.meter.draft[position + i] = value
         self.tokens += new
         self.last_hidden = hidden_RH[n]
         return emitted
@@ -240,13 +244,14 @@ class Generation:
             s.variants[draft.variant.name] = s.variants.get(draft.variant.name, 0) + 1
         if self.costs is not None:
             self.costs.update_verify(k + 1, target_seconds)
-            if draft.variant is not None and k > 1:
+            # Rounds that first read a prompt or caught up are not what a step costs.
+            if draft.variant is not None and k > 1 and draft.read <= 2:
                 self.costs.update_step(draft.variant.name, draft_seconds / k)
         labels = [float(i < verdict.accepted) for i in range(judged)]
         if not self.params.greedy and not self.noise.coupled:
             labels = [min(1.0, float(p_RV[i, draft.tokens[i]]) / draft.q_at[i]) for i in range(judged)]
         return Round(draft.variant, k, verdict.accepted, verdict.rejected, verdict.accepted + 1, draft.confidences,
-                     draft.margins, labels, target_seconds, draft_seconds)
+                     draft.margins, labels, target_seconds, draft_seconds, draft.cut)
 
     def features(self) -> torch.Tensor:
         """The gate's input: mean target embedding of the last 8 tokens, then the last hidden state."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
-
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import nearest
 from draftsmith.distill.gate import Gate
@@ -51,6 +50,7 @@ class Round:
     labels: list[float] = field(default_factory=list)
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
+    cut: bool = False  # early rejection ended the draft
 
     @property
     def judged(self) -> int:
@@ -231,11 +231,11 @@ class Paper(PolicyBase):
         if self.paused > 0:
             self.paused = max(0, self.paused - finished.emitted)
             return
-        if finished.variant is None or finished.drafted == 0:
+        if finished.variant is None or (finished.drafted == 0 and not finished.cut):
             return
         self.judged.extend([True] * finished.accepted + [False] * int(finished.rejected))
         confident = all(c >= s.confident for c in finished.confidences)
-        full = finished.accepted == finished.drafted
+        full = finished.accepted == finished.drafted and not finished.cut
         self.window += s.window_grow if full and confident else -1
         self.window = min(MAX_DRAFT, max(1, self.window))
         acceptance = self.acceptance()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 
 import torch
-
 from draftsmith.distill.variants import Variant
 
 from .meter import PerplexityMeter, log_probs_at
@@ -19,19 +19,23 @@ METER_ROWS = 32  # positions of a long catch-up (a prompt) that enter the perple
 @dataclass
 class Draft:
     """Drafted tokens (target ids) with, for each, the probability it was proposed with, the draft's
-    confidence (softmax at temperature 1) and top-2 margin. `q_rows[i]` is the processed distribution
-    over the head at index i and `kept[i]` marks the tokens that early rejection would have let through;
-    both have one more entry when the last sampled token was dropped."""
+    confidence (softmax at temperature 1) and top-2 margin. `rows[i]` are the raw logits at index i, one
+    more than tokens where the draft looked further than it proposed. `q_rows[i]` is the processed
+    distribution over the head and `kept[i]` marks the tokens that early rejection would have let through;
+    both have one more entry when the last sampled token was dropped. `cut`: early rejection ended the
+    draft, by dropping a sampled token (`dropped`) or, under greedy, before proposing one."""
 
     variant: Variant | None = None
     tokens: list[int] = field(default_factory=list)
     q_at: list[float] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
     q_rows: list[torch.Tensor] = field(default_factory=list)
     kept: list[torch.Tensor | None] = field(default_factory=list)
     dropped: bool = False
+    cut: bool = False
+    read: int = 0  # committed tokens that the draft had to read first
 
 
 class ElasticProposer:
@@ -54,19 +58,18 @@ class ElasticProposer:
         logits = self.runner.forward(ids, self.cache, variant, keep)
         if meter is not None and keep > 1:
             first = len(tokens) - keep + 1  # absolute position that row 0 predicts
-            for i, value in enumerate(self._log_probs(logits, tokens[first:])):
+            for i, value in enumerate(self.log_probs(logits, tokens[first:])):
                 meter.draft[first + i] = value
         return logits[-1]
 
-    def _log_probs(self, logits: torch.Tensor, tokens: list[int]) -> list[float]:
+    def log_probs(self, logits: torch.Tensor, tokens: list[int]) -> list[float]:
+        """Log-probability at temperature 1 of tokens[i] under row i; -inf where the trimmed head lacks it."""
         rows = [self._row(t) for t in tokens]
         known = log_probs_at(logits, [max(r, 0) for r in rows])
         return [value if row >= 0 else float("-inf") for value, row in zip(known, rows, strict=True)]
 
     def _row(self, token: int) -> int:
         """Head row of a target token, -1 if the trimmed head lacks it."""
-        import bisect
-
         i = bisect.bisect_left(self.head_list, token)
         return i if i < len(self.head_list) and self.head_list[i] == token else -1
 
@@ -76,8 +79,10 @@ class ElasticProposer:
         before `ban_until`; drafting ends after a token in `stop_ids`."""
         assert plan.variant is not None
         draft = Draft(plan.variant)
+        draft.read = len(tokens) - self.cache.lengths[0]
         logits = self.read(tokens, plan.variant, meter)
         device = self.runner.head_ids.device
+        draft.rows.append(logits)
         while len(draft.tokens) < plan.max_tokens:
             position = len(tokens) + len(draft.tokens)
             if position < ban_until and self.forbidden:
@@ -92,16 +97,23 @@ class ElasticProposer:
                 break
             ids = torch.tensor([[draft.tokens[-1]]], device=device)
             logits = self.runner.forward(ids, self.cache, plan.variant)[0]
+            draft.rows.append(logits)
         return draft
 
     def _sample(self, draft: Draft, logits: torch.Tensor, margin: float, position: int, floor: float) -> bool:
-        """Sample one token into `draft`; False when early rejection ends the draft."""
+        """Sample one token into `draft`; False when early rejection, or a draft gone NaN, ends it.
+
+        Both depend on the prefix and on q before sampling alone, or truncate the proposal.
+        """
+        if bool(torch.isnan(logits).any()):
+            return False
         raw = torch.log_softmax(logits, dim=-1)
         if self.params.greedy:
             row = int(logits.argmax())
             confidence = float(raw[row].exp())
             if confidence < floor:
-                return False  # deterministic given the prefix: stops before proposing
+                draft.cut = True  # deterministic given the prefix: stops before proposing
+                return False
             draft.q_at.append(1.0)
         else:
             q = process(logits[None], self.params)[0]
@@ -113,13 +125,12 @@ class ElasticProposer:
             draft.q_rows.append(q)
             draft.kept.append(raw.exp() >= floor if floor > 0 else None)
             if confidence < floor:
-                draft.dropped = True
+                draft.dropped = draft.cut = True
                 return False
             draft.q_at.append(float(q[row]))
         draft.tokens.append(self.head_list[row])
         draft.confidences.append(confidence)
         draft.margins.append(margin)
-        draft.log_probs.append(float(raw[row]))
         return True
 
     def q_tilde(self, draft: Draft, i: int, like: torch.Tensor) -> torch.Tensor:

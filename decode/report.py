@@ -105,7 +105,8 @@ def _prompts(axis: Any, result: Result) -> None:
         axis.scatter([r.accepted / max(1, r.accepted + r.rejected) for r in some],
                      [ar[r.prompt] / (r.seconds / max(1, r.tokens)) for r in some], label=kind)
     axis.axhline(1, color="black", linewidth=0.8)
-    axis.set(title=f"Which prompts gain? ({result.default})", xlabel="acceptance on the prompt", ylabel="speed-up over AR")
+    axis.set(title=f"Which prompts gain? ({result.default})", xlabel="acceptance on the prompt",
+             ylabel="speed-up over AR")
     if mine:
         axis.legend(fontsize=8)
 
@@ -123,7 +124,8 @@ def _sources(axis: Any, result: Result) -> None:
         if y < 0.12:
             break
         axis.text(x, y, shown, fontsize=8.5, family="monospace", color="white" if source != "bonus" else "black",
-                  bbox={"facecolor": SOURCE_COLOURS[source], "edgecolor": "white", "pad": 1.2}, transform=axis.transAxes)
+                  bbox={"facecolor": SOURCE_COLOURS[source], "edgecolor": "white", "pad": 1.2},
+                  transform=axis.transAxes)
         x += width + 0.004
     for i, (source, colour) in enumerate(SOURCE_COLOURS.items()):
         axis.text(0.24 * i, 0.0, source, fontsize=8.5, color="white" if source != "bonus" else "black",

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch.nn import functional as F
-
 from draftsmith.data import DraftsmithError
 from draftsmith.distill.variants import DraftShape, Variant
+from torch.nn import functional as F
 
 from .linear import PackedLinear, pack_linears
 from .stack import PREFILL_CHUNK, KVCache, Stack, context_limit, is_lean
@@ -120,7 +119,8 @@ class ModuleRunner:
         if self.embedding.weight.device.type == "cpu":
             pack_linears(self.model)
         self.vocab_size = int(self.config.vocab_size)
-        self.context = int(self.config.max_position_embeddings)
+        # Models without position embeddings (ALiBi) state no limit.
+        self.context = int(getattr(self.config, "max_position_embeddings", None) or 2**30)
         self.device = self.embedding.weight.device
 
     def new_cache(self, batch: int, capacity: int) -> ModuleCache:
@@ -183,7 +183,8 @@ class DraftRunner:
         return DraftCache(self.config, self.shape, min(capacity, self.context), self.stack.dtype,
                           self.embedding.device)
 
-    def forward(self, ids_1N: torch.Tensor, cache: DraftCache, variant: Variant, keep: int | None = None) -> torch.Tensor:
+    def forward(self, ids_1N: torch.Tensor, cache: DraftCache, variant: Variant,
+                keep: int | None = None) -> torch.Tensor:
         """Append N tokens; returns logits [keep, D] over the trimmed head for the last `keep` of them."""
         n = ids_1N.shape[1]
         keep = n if keep is None else keep

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-
 from draftsmith.data import DraftsmithError
 
 
@@ -82,7 +82,7 @@ class Noise:
     coupled = False
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
-        self.generator = generator or torch.Generator().manual_seed(int.from_bytes(np.random.bytes(7), "little"))
+        self.generator = generator or torch.Generator().manual_seed(secrets.randbits(62))
 
     def accept(self, probability: float) -> bool:
         return float(torch.rand((), generator=self.generator, dtype=torch.float64)) < probability

@@ -88,9 +88,13 @@ class Layer:
         gate, up, down = (need(f"mlp.{n}_proj.weight") for n in ("gate", "up", "down"))
         self.gate_up = self._linear(torch.cat([gate, up]), fuse(["mlp.gate_proj", "mlp.up_proj"], "bias"), pack)
         self.down = self._linear(down, get("mlp.down_proj.bias"), pack)
-        self.gate, self.up = self.gate_up.weight.tensor_split(2) if not pack else (None, None)
-        # Transposed, so that the neurons of a narrower variant are contiguous rows.
-        self.down_T = down.T.contiguous() if not pack else None
+        self.gate: torch.Tensor | None = None
+        self.up: torch.Tensor | None = None
+        self.down_T: torch.Tensor | None = None
+        if not pack:
+            self.gate, self.up = self.gate_up.weight.tensor_split(2)
+            # Transposed, so that the neurons of a narrower variant are contiguous rows.
+            self.down_T = down.T.contiguous()
 
     @staticmethod
     def _linear(weight: torch.Tensor, bias: torch.Tensor | None, pack: bool) -> Any:
@@ -98,7 +102,8 @@ class Layer:
             return PackedLinear(weight, bias)
         linear = torch.nn.Linear(1, 1, bias=bias is not None, device="meta")
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-        linear.bias = torch.nn.Parameter(bias, requires_grad=False) if bias is not None else None
+        if bias is not None:
+            linear.bias = torch.nn.Parameter(bias, requires_grad=False)
         return linear
 
 
@@ -108,8 +113,11 @@ class Stack:
     def __init__(self, config: Any, tensors: dict[str, torch.Tensor], pack: bool) -> None:
         """`tensors` are named as in a stock model below `layers.`: `layers.0.self_attn.q_proj.weight`, ..."""
         self.config = config
-        count = config.num_hidden_layers
-        self.layers = [Layer(lambda name, i=i: tensors.get(f"layers.{i}.{name}"), pack) for i in range(count)]
+
+        def layer(i: int) -> Layer:
+            return Layer(lambda name: tensors.get(f"layers.{i}.{name}"), pack)
+
+        self.layers = [layer(i) for i in range(config.num_hidden_layers)]
         first = tensors["layers.0.input_layernorm.weight"]
         self.dtype, self.device = first.dtype, first.device
         self.q_heads = config.num_attention_heads
@@ -177,7 +185,9 @@ class Stack:
         if width is None or width == layer.down.in_features:
             gate, up = layer.gate_up(x).chunk(2, dim=-1)
             return layer.down(self.act(gate) * up)
-        assert layer.gate is not None and layer.up is not None and layer.down_T is not None
+        assert layer.gate is not None
+        assert layer.up is not None
+        assert layer.down_T is not None
         h = self.act(F.linear(x, layer.gate[:width])) * F.linear(x, layer.up[:width])
         return h @ layer.down_T[:width]
 

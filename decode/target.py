@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import atomic_dir, sha256_json
 from draftsmith.data.vocabulary import tokenizer_hash
@@ -86,6 +87,41 @@ def _convert_gguf(name: str, folder: Path) -> None:
         tokenizer.save_pretrained(aside)
 
 
+def load_description(name: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """The target's configuration and tokenizer, without its weights."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = _existing(name)
+    with _quiet(name):
+        return (AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code),
+                AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))
+
+
+def _existing(name: str) -> str:
+    folder = resolve(name)
+    if not Path(folder).is_dir() and (folder.startswith((".", "/", "~")) or folder.count("/") > 1):
+        raise DraftsmithError(f"target '{name}': no such folder")
+    return folder
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Load without the library's progress bars, and with its many kinds of errors made one."""
+    from transformers.utils import logging as hf_logging
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    bar = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    except Exception as error:  # the loaders raise a dozen unrelated types; all mean "cannot load this"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DraftsmithError(f"target '{name}' cannot be loaded: {reason}") from error
+    finally:
+        if bar:
+            hf_logging.enable_progress_bar()
+
+
 def load_target(name: str, dtype: torch.dtype | None = None, device: str | None = None,
                 trust_remote_code: bool = False) -> Target:
     """Load a causal LM and its tokenizer.
@@ -95,26 +131,14 @@ def load_target(name: str, dtype: torch.dtype | None = None, device: str | None 
     be rolled back (recurrent ones).
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as hf_logging
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    folder = resolve(name)
-    if os.sep in folder and not Path(folder).is_dir() and (folder.startswith((".", "/")) or folder.count("/") > 1):
-        raise DraftsmithError(f"target '{name}': no such folder")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    bar = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
+    folder = _existing(name)
+    with _quiet(name):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code,
-                                                     use_safetensors=True, attn_implementation="sdpa")
-    except Exception as error:  # the loaders raise a dozen unrelated types; all mean "cannot load this"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DraftsmithError(f"target '{name}' cannot be loaded: {reason}") from error
-    finally:
-        if bar:
-            hf_logging.enable_progress_bar()
+                                                     use_safetensors=True)
     if getattr(model, "_is_stateful", False):
         raise DraftsmithError(f"target '{name}' ({model.config.model_type}) keeps a recurrent state, which cannot "
                               "be rolled back after a rejected draft; such models are not supported")

@@ -31,10 +31,7 @@ class TextStream:
     def push(self, token: int) -> str:
         """Add a token; returns newly final text. After a stop string is complete, `stopped` is true."""
         self.ids.append(token)
-        window = self._decode(self.ids[self.start :])
-        if window.endswith(REPLACEMENT) and len(self.ids) - self.start < 16:
-            return ""  # an unfinished character
-        self.text = self.settled + window
+        self.text = self.settled + self._decode(self.ids[self.start :])
         if len(self.ids) - self.start >= 16:
             self._settle()
         for stop in self.stop:
@@ -54,8 +51,12 @@ class TextStream:
             self.start = len(self.ids) - keep
 
     def _held(self) -> int:
-        """Characters at the end that could still turn into a stop string."""
-        return max((n for stop in self.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
+        """Characters at the end that are not final: an unfinished character's bytes (at most 3, each shown as a
+        replacement character), and what could still turn into a stop string."""
+        unfinished = min(3, len(self.text) - len(self.text.rstrip(REPLACEMENT)))
+        body = self.text[: len(self.text) - unfinished]
+        starts = (n for stop in self.stop for n in range(1, len(stop)) if body.endswith(stop[:n]))
+        return unfinished + max(starts, default=0)
 
     def _release(self, hold: int) -> str:
         end = max(self.sent, len(self.text) - hold)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-
 from draftsmith.data.text import Sample
 
 from .decoder import Decoder
@@ -66,7 +65,7 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> In
     logs = np.log(np.asarray(numerator) / np.asarray(denominator))
     mean, n = float(logs.mean()), len(logs)
     spread = float(logs.std(ddof=1) / np.sqrt(n) * stats.t.ppf(0.975, n - 1)) if n > 1 else float("inf")
-    return Interval(*(float(np.exp(x)) for x in (mean, mean - spread, mean + spread)), n)
+    return Interval(float(np.exp(mean)), float(np.exp(mean - spread)), float(np.exp(mean + spread)), n)
 
 
 def run_methods(decoder: Decoder, samples: list[Sample], prompts: list[list[int]], methods: list[str], max_tokens: int,
@@ -156,7 +155,8 @@ def check(summary: dict[str, Any], thresholds: dict[str, float], method: str) ->
                       f"{figures['speedup']['low']:.2f}.")
     for name, other in summary.items():
         if name != REFERENCE and other["identical"] < thresholds["identical"] * other["prompts"]:
-            misses.append(f"texts of '{name}' must be the target's own: {other['identical']} of {other['prompts']} are.")
+            misses.append(f"texts of '{name}' must be the target's own: {other['identical']} of {other['prompts']} "
+                          "are.")
     return misses
 
 

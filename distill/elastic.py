@@ -11,10 +11,9 @@ import copy
 from typing import Any
 
 import torch
+from draftsmith.data import DraftsmithError
 from torch import nn
 from transformers import AutoModel, LlamaConfig, PretrainedConfig
-
-from draftsmith.data import DraftsmithError
 
 from .variants import DraftShape
 

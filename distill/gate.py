@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
-
 from draftsmith.data.traces import Traces
+from torch import nn
 
 from .variants import EXIT_ALPHA, DraftShape
 
-SOFTNESS = 0.1  # standard deviation, in alpha, of the soft assignment to variants during training
+SOFTNESS = 1.0  # standard deviation of the soft assignment, in half-widths of a variant's interval of alpha
 
 
 class Gate(nn.Module):
@@ -38,15 +37,19 @@ class Gate(nn.Module):
         return 0.5 + torch.sigmoid(z.squeeze(-1))
 
 
-def variant_centres(shape: DraftShape) -> torch.Tensor:
-    """The middle of each variant's interval of alpha, in the order of `shape.variants()`."""
-    edges = [0.5, EXIT_ALPHA, *sorted(shape.buckets)]
-    return torch.tensor([(a + b) / 2 for a, b in zip(edges[:-1], edges[1:], strict=True)])
+def variant_edges(shape: DraftShape) -> torch.Tensor:
+    """The bounds of the variants' intervals of alpha, [A + 1], in the order of `shape.variants()`."""
+    return torch.tensor([0.5, EXIT_ALPHA, *sorted(shape.buckets)])
 
 
-def soft_weights(alpha_N: torch.Tensor, centres_A: torch.Tensor) -> torch.Tensor:
-    """Weights [N, A] of the variants around alpha; rows sum to 1."""
-    return torch.softmax(-((alpha_N[:, None] - centres_A) ** 2) / (2 * SOFTNESS**2), dim=-1)
+def soft_weights(alpha_N: torch.Tensor, edges_A1: torch.Tensor) -> torch.Tensor:
+    """Weights [N, A] of the variants around alpha; rows sum to 1 and peak at the variant that decoding runs.
+
+    Distances are in half-widths of each interval: with plain distances a narrow interval would be trained
+    for alphas at which its neighbour decodes.
+    """
+    centres, halves = (edges_A1[1:] + edges_A1[:-1]) / 2, ((edges_A1[1:] - edges_A1[:-1]) / 2).clamp_min(1e-6)
+    return torch.softmax(-(((alpha_N[:, None] - centres) / halves) ** 2) / (2 * SOFTNESS**2), dim=-1)
 
 
 def expected_tokens(acceptance_NAH: np.ndarray, k: int) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from draftsmith.data import DraftsmithError
 
 from .elastic import GATED_FAMILIES, ElasticDraft, draft_config

@@ -36,7 +36,7 @@ def forward_kl_sparse(
     inside = top_ids_RK < logits_RV.shape[-1]
     logq = torch.where(inside, scaled.gather(-1, top_ids_RK), 0.0) - log_z
     p = torch.where(inside, top_logp_RK.exp(), 0.0)
-    head = torch.where(inside, p * (top_logp_RK - logq), 0.0).sum(-1)
+    head = torch.where(inside & (p > 0), p * (top_logp_RK - logq), 0.0).sum(-1)
     # log of q's mass outside the teacher's top-k, summed directly: 1 - sum(q) would lose its digits.
     rest = scaled.scatter(-1, top_ids_RK, float("-inf"))
     has_rest = torch.isfinite(rest).any(-1) & (tail_R > 0)

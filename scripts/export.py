@@ -10,7 +10,7 @@ import argparse
 from draftsmith.data import DraftsmithError
 from draftsmith.decode.bundle import check_compatible, load_bundle
 from draftsmith.decode.export import export_huggingface
-from draftsmith.decode.target import load_target
+from draftsmith.decode.target import load_description, load_target
 from draftsmith.train.stage import run_job
 
 
@@ -25,8 +25,9 @@ def main() -> None:
     depths = {f"{d}layer": d for d in (bundle.shape.layers, bundle.shape.exit)}
     if args.variant not in depths:
         raise DraftsmithError(f"no variant '{args.variant}' in {args.bundle}; there are {' and '.join(depths)}")
-    target = load_target(args.target or bundle.manifest.target["name"])
-    check_compatible(bundle.manifest, target.config, target.tokenizer)
+    name = args.target or bundle.manifest.target["name"]
+    check_compatible(bundle, *load_description(name))
+    target = load_target(name)
     difference = export_huggingface(bundle, target, depths[args.variant], args.out)
     print(f"{args.out}: {args.variant} variant, reloaded with transformers; logits agree to {difference:.1e}")
 

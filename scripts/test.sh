@@ -5,6 +5,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 setup
 export HF_HUB_OFFLINE=1
 ruff check .
-mypy -p draftsmith.data -p draftsmith.distill -p draftsmith.train -p draftsmith.decode
+# The type checker reads the package as installed: the folders alone are not named draftsmith.
+python -m pip install --quiet --no-deps --upgrade --target .venv/typed .
+MYPYPATH=.venv/typed mypy -p draftsmith.data -p draftsmith.distill -p draftsmith.train -p draftsmith.decode
 rm -f .coverage*
 python -m pytest --cov=draftsmith --cov-report= "$@"

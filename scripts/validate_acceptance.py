@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import prompt_ids
 from draftsmith.data.text import read_samples
@@ -23,6 +21,7 @@ from draftsmith.decode.target import load_target
 from draftsmith.decode.validate import Result, check, run_methods, summarise, transformers_reference
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.stage import load_prompts, run_job
+from tqdm import tqdm
 
 REFERENCE_PROMPTS = 6  # stock generate is slow, and its speed is not what is being judged
 

@@ -41,9 +41,20 @@ def make_target_model(seed: int = 0, **changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    settings = dict(vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
-                    num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=END,
-                    pad_token_id=256, tie_word_embeddings=True, initializer_range=0.2)
+    settings = dict(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=256,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval().requires_grad_(False)
 
 
@@ -73,18 +84,29 @@ def make_draft(target: Any, layers: list[int] | None = None, head: int = 120) ->
     from draftsmith.distill.init import build_draft
 
     ids = torch.tensor([*range(head), END])
-    return build_draft(target.model, layers or [0, 1, 3, 4], 2, (0.75, 1.0, 1.25, 1.5), ids,
-                       [torch.arange(32, 126)[None]])
+    return build_draft(
+        target.model, layers or [0, 1, 3, 4], 2, (0.75, 1.0, 1.25, 1.5), ids, [torch.arange(32, 126)[None]]
+    )
 
 
 def make_bundle(folder: Path, target: Any, draft: Any, name: str, gate: Any = None, **policy: Any) -> Path:
     from draftsmith.decode.bundle import Manifest, save_bundle
 
-    settings = {"default": "fixed(3)", "variant": "4L", "use_gate": gate is not None, "paper": {}, "goodput": {}, **policy}
-    manifest = Manifest(target={"name": name, **target.fingerprint()},
-                        draft={"config": draft.config.to_dict(), "shape": draft.shape.to_json()}, policy=settings,
-                        gate={"features": gate.inner.in_features, "hidden": gate.inner.out_features} if gate else {})
-    save_bundle(folder, manifest, draft.portable_state(), gate)
+    settings = {
+        "default": "fixed(3)",
+        "variant": "4L",
+        "use_gate": gate is not None,
+        "paper": {},
+        "goodput": {},
+        **policy,
+    }
+    manifest = Manifest(
+        target={"name": name, **target.fingerprint()},
+        draft={"config": draft.config.to_dict(), "shape": draft.shape.to_json()},
+        policy=settings,
+        gate={"features": gate.inner.in_features, "hidden": gate.inner.out_features} if gate else {},
+    )
+    save_bundle(folder, manifest, draft.portable_state(), gate, target.tokenizer)
     return folder
 
 
@@ -96,8 +118,9 @@ def bundle_folder(tmp_path_factory: pytest.TempPathFactory, target_folder: Path)
 
     loaded = load_target(str(target_folder))
     torch.manual_seed(1)
-    return make_bundle(tmp_path_factory.mktemp("bundle") / "bundle", loaded, make_draft(loaded), str(target_folder),
-                       Gate(2 * 64, 8))
+    return make_bundle(
+        tmp_path_factory.mktemp("bundle") / "bundle", loaded, make_draft(loaded), str(target_folder), Gate(2 * 64, 8)
+    )
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import fsync_path, read_json, sha256_file, write_json
 
@@ -32,7 +31,8 @@ def _barrier() -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    # Libraries use the global generators.
+    return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}  # noqa: NPY002
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-
+from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import prompt_ids
-from draftsmith.data.io import atomic_dir, write_json
+from draftsmith.data.io import atomic_dir, save_tensors, write_json
 from draftsmith.data.packing import Batch, collate, pack
 from draftsmith.data.teacher_cache import TeacherCache
 from draftsmith.decode.linear import training_dtype
@@ -28,7 +27,8 @@ from draftsmith.distill.variants import Variant
 from draftsmith.distill.vocab import choose_vocabulary, inverse_map
 from draftsmith.train.loop import Settings, ensure_distributed, fit
 from draftsmith.train.recipe import Recipe, parse_args
-from draftsmith.train.stage import inputs_hash, is_done, load_prompts, mark_done, run_job, say
+from draftsmith.train.stage import inputs_hash, is_done, load_prompts, mark_done, prompts_hash, run_job, say
+from torch import nn
 
 SPAN = 8  # tokens that share a sampled width: the gate's interval
 
@@ -157,10 +157,8 @@ def make_draft(recipe: Recipe, target: Target, cache: TeacherCache) -> ElasticDr
 
 
 def save_draft(recipe: Recipe, draft: ElasticDraft, inputs: str, figures: dict[str, float]) -> None:
-    from safetensors.torch import save_file
-
     with atomic_dir(recipe.draft_dir) as aside:
-        save_file(draft.portable_state(), str(aside / "draft.safetensors"))
+        save_tensors(aside / "draft.safetensors", draft.portable_state())
         write_json(aside / "draft.json", {"config": draft.config.to_dict(), "shape": draft.shape.to_json(),
                                           "heldout": figures})
         mark_done(aside / "stage.json", inputs)
@@ -170,7 +168,8 @@ def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
     recipe: Recipe = args.recipe
     d = recipe.distill
-    cache = TeacherCache(recipe.cache_dir, {"temperature": d.temperature, "k": recipe.respond.k})
+    cache = TeacherCache(recipe.cache_dir, {"temperature": d.temperature, "k": recipe.respond.k,
+                                            "corpus_hash": prompts_hash(recipe, "train")})
     inputs = inputs_hash(recipe, ["target", "draft", "distill"], cache=[s["sha256"] for s in cache.manifest.shards])
     if is_done(recipe.draft_dir / "stage.json", inputs):
         say(f"distill: {recipe.draft_dir} is up to date, nothing to do")
@@ -178,14 +177,13 @@ def main() -> None:
     ensure_distributed()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
-    if (found := target.fingerprint()["tokenizer_hash"]) != cache.manifest.tokenizer_hash:
-        from draftsmith.data import DraftsmithError
-
-        raise DraftsmithError(f"{recipe.cache_dir}: made with another tokenizer ({cache.manifest.tokenizer_hash[:12]} "
-                              f"against {found[:12]}); run train/respond.py for this target")
+    for key, value in target.fingerprint().items():
+        if cache.manifest.target[key] != value:
+            raise DraftsmithError(f"{recipe.cache_dir}: made for another target ('{cache.manifest.target['name']}', "
+                                  f"its {key} differs); run train/respond.py for this one")
     draft = make_draft(recipe, target, cache)
-    say(f"distill: {sum(p.numel() for p in draft.parameters() if p.requires_grad) / 1e6:.1f} M trained weights, head of "
-        f"{draft.shape.head} tokens, {len(cache)} documents")
+    trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    say(f"distill: {trained / 1e6:.1f} M trained weights, head of {draft.shape.head} tokens, {len(cache)} documents")
     runner = load_runner(target)
     data = PackedData(cache, recipe, rank, world)
     settings = Settings("distill", d.steps, d.lr, d.warmup, d.final_lr, d.betas, d.weight_decay, d.clip, d.accumulation,

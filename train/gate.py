@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-
+from draftsmith.data import DraftsmithError
 from draftsmith.data.io import read_json, sha256_json
 from draftsmith.data.teacher_cache import load_manifest
 from draftsmith.data.traces import Traces, read_traces
 from draftsmith.decode.bundle import Manifest, device_name, save_bundle
-from draftsmith.decode.policies import PaperSettings
+from draftsmith.decode.target import load_description
 from draftsmith.distill.gate import (
     Gate,
     GateReport,
@@ -25,12 +24,13 @@ from draftsmith.distill.gate import (
     expected_tokens,
     round_seconds,
     soft_weights,
-    variant_centres,
+    variant_edges,
 )
 from draftsmith.distill.variants import DraftShape
 from draftsmith.train.loop import Settings, ensure_distributed, fit
 from draftsmith.train.recipe import Recipe, parse_args
 from draftsmith.train.stage import inputs_hash, run_job, say
+from torch import nn
 
 
 class GateModule(nn.Module):
@@ -39,13 +39,13 @@ class GateModule(nn.Module):
     features: torch.Tensor
     tokens: torch.Tensor
     seconds: torch.Tensor
-    centres: torch.Tensor
+    edges: torch.Tensor
 
     def __init__(self, gate: Gate, traces: Traces, shape: DraftShape, k: int) -> None:
         super().__init__()
         self.gate = gate
         table = {
-            "features": torch.from_numpy(traces.features_NF), "centres": variant_centres(shape),
+            "features": torch.from_numpy(traces.features_NF), "edges": variant_edges(shape),
             "tokens": torch.from_numpy(expected_tokens(traces.acceptance_NAH, k)).float(),
             "seconds": torch.from_numpy(round_seconds(traces, k)).float(),
         }
@@ -54,7 +54,7 @@ class GateModule(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         rows = rows.to(self.features.device)
-        weights = soft_weights(self.gate(self.features[rows]), self.centres)
+        weights = soft_weights(self.gate(self.features[rows]), self.edges)
         tokens, seconds = (weights * self.tokens[rows]).sum(), (weights * self.seconds[rows]).sum()
         rate = (tokens / seconds).detach()  # of this batch: the running ratio of sums
         # Divided by lambda, so that the loss is in tokens however fast the machine is.
@@ -64,8 +64,10 @@ class GateModule(nn.Module):
 def split_rows(traces: Traces, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Boolean masks (train, held out) by prompt, so that no prompt is on both sides."""
     prompts = sorted(set(traces.prompt_N))
+    if len(prompts) < 2:
+        raise DraftsmithError("the gate needs traces of at least 2 prompts, one of them held out; raise trace.prompts")
     order = np.random.default_rng([seed, 17]).permutation(len(prompts))
-    held = {prompts[i] for i in order[: max(1, round(share * len(prompts)))]}
+    held = {prompts[i] for i in order[: min(len(prompts) - 1, max(1, round(share * len(prompts))))]}
     mask = np.array([p in held for p in traces.prompt_N])
     return ~mask, mask
 
@@ -127,7 +129,6 @@ def write_bundle(recipe: Recipe, gate: Gate, report: GateReport, traces: Traces,
     meta = traces.meta
     costs = {"verify": meta["verify_seconds"], "catch_up": meta["catch_up_seconds"],
              "step": dict(zip(meta["variants"], meta["step_seconds"], strict=True))}
-    PaperSettings.from_json(recipe.bundle.paper)  # refuse a misspelt setting now, not at decode time
     manifest = Manifest(
         target=target, draft={"config": facts["config"], "shape": facts["shape"]},
         policy={"default": recipe.bundle.policy, "variant": report.best_fixed, "use_gate": report.beats_fixed,
@@ -137,7 +138,8 @@ def write_bundle(recipe: Recipe, gate: Gate, report: GateReport, traces: Traces,
         costs={device_name(): costs}, provenance={**provenance(recipe), "inputs": inputs},
         evaluation={"heldout": facts["heldout"]}, thresholds=recipe.validate_.thresholds.model_dump(),
     )
-    save_bundle(recipe.bundle_dir, manifest, load_file(str(recipe.draft_dir / "draft.safetensors")), gate)
+    _, tokenizer = load_description(recipe.target.name, recipe.target.trust_remote_code)
+    save_bundle(recipe.bundle_dir, manifest, load_file(str(recipe.draft_dir / "draft.safetensors")), gate, tokenizer)
 
 
 def main() -> None:

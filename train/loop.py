@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftsmith.data import DraftsmithError
 from torch import nn
 from tqdm import tqdm
-
-from draftsmith.data import DraftsmithError
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .stage import rank, say
@@ -163,7 +162,8 @@ def fit(
                 sums[key] = sums.get(key, 0.0) + float(value)
         means = {f"train/{k}": total(v, engine.device) / units for k, v in sums.items()}
         if not math.isfinite(means["train/loss"]):
-            raise DraftsmithError(f"{settings.name}: the loss is not finite at step {step}; lower lr, or look at the data")
+            raise DraftsmithError(f"{settings.name}: the loss is not finite at step {step}; lower lr, or look at the "
+                                  "data")
         seconds = time.perf_counter() - began
         log.scalars(step, {**means, "train/lr": rate, "train/units_per_second": units / seconds})
         bar.set_postfix(loss=f"{means['train/loss']:.3f}", refresh=False)

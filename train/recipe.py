@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import nearest
+from draftsmith.decode.policies import PaperSettings
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML 1.1 reads `yes` as true, which would quietly become 1, and 1e2 as text, which is a number."""
+        if info.field_name is None or cls.model_fields[info.field_name].annotation not in (int, float):
+            return value
+        if isinstance(value, bool):
+            raise ValueError(f"expected a number, not {str(value).lower()}")
+        try:
+            return float(value) if isinstance(value, str) else value
+        except ValueError:
+            return value
 
 
 class TargetSection(Section):
@@ -28,6 +42,7 @@ class PromptsSection(Section):
 
     train: str = Field("quickstart", description="JSONL or text file, or 'quickstart'")
     heldout: str = Field("quickstart", description="JSONL or text file, or 'quickstart'")
+    schemas: str | None = Field(None, description="JSON of CREATE TABLE texts by database id, for Spider's rows")
     train_count: int = Field(480, ge=1)
     heldout_count: int = Field(48, ge=1)
 
@@ -37,7 +52,8 @@ class RespondSection(Section):
 
     mode: Literal["generate", "score"] = "generate"
     answers: int = Field(3, ge=1, description="answers a prompt (mode generate)")
-    temperatures: list[float] = Field([0.0, 0.7], description="answer i is sampled at entry i, in rotation")
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0, 0.7], min_length=1,
+                                                              description="answer i is sampled at entry i, in rotation")
     max_tokens: int = Field(64, ge=1)
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out, and counted")
     batch: int = Field(32, ge=1)
@@ -110,8 +126,18 @@ class Thresholds(Section):
 
 
 class BundleSection(Section):
-    policy: Literal["ar", "paper", "goodput"] | str = "goodput"
+    policy: str = Field("goodput", pattern=r"^(ar|paper|goodput|fixed\(\d+(,[^)]+)?\))$",
+                        description="default: ar, fixed(k), fixed(k,variant), paper or goodput")
     paper: dict[str, float] = Field(default_factory=dict, description="settings of policy paper, such as tau")
+
+    @field_validator("paper")
+    @classmethod
+    def _settings(cls, value: dict[str, float]) -> dict[str, float]:
+        known = [f.name for f in fields(PaperSettings)]
+        for key in value:
+            if key not in known:
+                raise ValueError(f"unknown key 'bundle.paper.{key}'{nearest(key, known)}")
+        return value
 
 
 class ValidateSection(Section):
@@ -196,7 +222,8 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen = set()
     for key_node, _ in node.value:
         if key_node.value in seen:
-            raise yaml.MarkedYAMLError(problem=f"key '{key_node.value}' is given twice", problem_mark=key_node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"key '{key_node.value}' is given twice",
+                                       problem_mark=key_node.start_mark)
         seen.add(key_node.value)
     return dict(loader.construct_pairs(node, deep=True))
 
@@ -206,25 +233,12 @@ _UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _map
 
 def _parse_yaml(text: str, where: str) -> Any:
     try:
-        value = yaml.load(text, _UniqueKeys)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, _UniqueKeys)  # noqa: S506 (a SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise DraftsmithError(f"{where}{line}: {error.problem or 'not valid YAML'}") from error
-    # YAML 1.1 reads 1e-3 as text; people mean a number.
-    if isinstance(value, str):
-        try:
-            return float(value) if "e" in value.lower() else value
-        except ValueError:
-            return value
-    return value
-
-
-def _numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _numbers(v) for k, v in value.items()}
-    if isinstance(value, str):
-        return _parse_yaml(value, "") if value[:1].isdigit() and "e" in value.lower() else value
-    return value
+    except yaml.YAMLError as error:  # control characters and the like
+        raise DraftsmithError(f"{where}: not valid YAML ({str(error).splitlines()[0]})") from error
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -233,7 +247,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path("recipes")
         raise DraftsmithError(f"{path}: no such recipe{nearest(path.name, [p.name for p in folder.glob('*.yaml')])}")
-    value = _numbers(_parse_yaml(path.read_text(encoding="utf-8"), str(path)))
+    try:
+        value = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise DraftsmithError(f"{path}: not a text file ({error})") from error
     if not isinstance(value, dict):
         raise DraftsmithError(f"{path}: a recipe is a mapping of sections")
     for override in overrides:

@@ -8,12 +8,8 @@ the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
-from tqdm import tqdm
-
 from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import assistant_mask, prompt_ids
 from draftsmith.data.teacher_cache import CacheManifest, CacheWriter, Document, teacher_rows
@@ -24,6 +20,7 @@ from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.target import Target, load_target
 from draftsmith.train.recipe import Recipe, parse_args
 from draftsmith.train.stage import load_prompts, run_job, say
+from tqdm import tqdm
 
 
 def answers_to_document(prompt: list[int], answers: list[Answer]) -> Document:
@@ -97,24 +94,22 @@ def score(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter, s
     """Teacher rows over existing text, shard by shard."""
     r = recipe.respond
 
-    def documents() -> Iterator[Document | None]:
-        for sample in tqdm(samples[position:], desc="score", unit="text", initial=position, total=len(samples)):
-            if sample.messages is not None:
-                ids, mask = assistant_mask(target.tokenizer, sample.messages)
-            else:
-                ids = prompt_ids(target.tokenizer, sample)
-                mask = [True] * len(ids)
-            ids, mask = ids[: r.max_prompt_tokens], mask[: r.max_prompt_tokens]
-            yield score_document(runner, ids, mask, r.k, recipe.distill.temperature)
-
-    position = writer.manifest.shards[-1]["read"] if writer.manifest.shards else 0
+    done = writer.manifest.shards[-1]["read"] if writer.manifest.shards else 0
     batch: list[Document] = []
     empty = 0
-    for position, document in enumerate(documents(), position + 1):
+    bar = tqdm(samples[done:], desc="score", unit="text", initial=done, total=len(samples))
+    for read, sample in enumerate(bar, done + 1):
+        if sample.messages is not None:
+            ids, mask = assistant_mask(target.tokenizer, sample.messages)
+        else:
+            ids = prompt_ids(target.tokenizer, sample)
+            mask = [True] * len(ids)
+        limit = min(r.max_prompt_tokens, runner.context)
+        document = score_document(runner, ids[:limit], mask[:limit], r.k, recipe.distill.temperature)
         empty += document is None
         batch += [document] if document is not None else []
-        if batch and (len(batch) == r.shard_documents or position == len(samples)):
-            writer.write_shard(batch, read=position)
+        if batch and (len(batch) == r.shard_documents or read == len(samples)):
+            writer.write_shard(batch, read)
             batch = []
     if empty:
         say(f"score: left out {empty} texts without a token to learn from")

@@ -68,8 +68,12 @@ def _load(recipe: Recipe, split: str) -> list[Sample]:
     if source == "quickstart":
         from draftsmith.data.quickstart_prompts import build
 
-        return [Sample(r["id"], r["kind"], messages=r["messages"]) for r in build(split, count, recipe.seed)]
-    return read_samples(source)[:count]
+        try:
+            rows = build(split, count, recipe.seed)
+        except ValueError as error:
+            raise DraftsmithError(f"prompts.{split}_count: {error}") from error
+        return [Sample(r["id"], r["kind"], messages=r["messages"]) for r in rows]
+    return read_samples(source, recipe.prompts.schemas)[:count]
 
 
 def prompts_hash(recipe: Recipe, split: str) -> str:
@@ -85,6 +89,8 @@ def load_trace_prompts(recipe: Recipe) -> list[Sample]:
     train, count = recipe.prompts.train_count, recipe.trace.prompts
     fresh = _load(recipe.model_copy(update={"prompts": recipe.prompts.model_copy(
         update={"train_count": train + count})}), "train")[train:]
+    held = {str(s.messages or s.text) for s in _load(recipe, "heldout")}
+    fresh = [s for s in fresh if str(s.messages or s.text) not in held]
     if len(fresh) < count:
         say(f"trace: only {len(fresh)} prompts beyond the training ones; filling up with training prompts, whose "
             "acceptance is flattering")

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
-
+from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import prompt_ids
 from draftsmith.data.io import read_json
 from draftsmith.data.text import Sample
@@ -24,6 +23,7 @@ from draftsmith.decode.target import Target, load_target
 from draftsmith.distill.variants import DraftShape, Variant
 from draftsmith.train.recipe import Recipe, parse_args
 from draftsmith.train.stage import inputs_hash, load_trace_prompts, run_job, say
+from tqdm import tqdm
 
 
 class Logged(Fixed):
@@ -124,6 +124,8 @@ def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, 
             for key, value in row.items():
                 columns[key].append(value)
         pairs += recorder.pairs
+    if not columns["prompt"]:
+        raise DraftsmithError("every trace prompt ended with its first token: there is no decision to learn from")
     meta = {
         "variants": [v.name for v in variants], "step_seconds": [costs.step[v.name] for v in variants],
         "verify_rows": list(range(1, len(costs.verify) + 1)), "verify_seconds": costs.verify,
@@ -134,16 +136,16 @@ def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, 
                   np.array(columns["accepted"]), meta)
 
 
-def load_draft(recipe: Recipe, target: Target) -> tuple[DraftRunner, dict[str, Any], dict[str, torch.Tensor]]:
-    """The distilled draft ready to run, its `draft.json`, and its tensors."""
+def load_draft(recipe: Recipe, target: Target) -> DraftRunner:
+    """The distilled draft, ready to run."""
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
     facts = read_json(recipe.draft_dir / "draft.json")
     tensors = load_file(str(recipe.draft_dir / "draft.safetensors"))
     embedding = target.model.get_input_embeddings().weight.detach()
-    draft = DraftRunner(AutoConfig.for_model(**facts["config"]), DraftShape.from_json(facts["shape"]), tensors, embedding)
-    return draft, facts, tensors
+    config, shape = AutoConfig.for_model(**facts["config"]), DraftShape.from_json(facts["shape"])
+    return DraftRunner(config, shape, tensors, embedding)
 
 
 def main() -> None:
@@ -157,7 +159,7 @@ def main() -> None:
         return
     target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
     runner = load_runner(target)
-    draft, _, _ = load_draft(recipe, target)
+    draft = load_draft(recipe, target)
     traces = collect(recipe, target, runner, draft, measure_costs(runner, draft), samples)
     traces.meta["inputs"] = inputs
     write_traces(recipe.trace_file, traces)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from draftsmith.data import DraftsmithError, io
 
 WRITERS = ["file", "folder"]
@@ -55,10 +54,14 @@ def test_a_replaced_folder_does_not_keep_files_of_the_old_one(tmp_path: Path) ->
 def test_an_exception_inside_the_block_keeps_the_old_content_and_no_leftovers(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "thing"
     put(kind, path, "old")
-    context = io.atomic_path(path) if kind == "file" else io.atomic_dir(path)
-    with pytest.raises(KeyError), context as aside:
-        (aside if kind == "file" else aside / "inner.txt").write_text("half")
-        raise KeyError("stop")
+
+    def stop_half_way() -> None:
+        with (io.atomic_path if kind == "file" else io.atomic_dir)(path) as aside:
+            (aside if kind == "file" else aside / "inner.txt").write_text("half")
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        stop_half_way()
     assert read(kind, path) == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -105,8 +108,9 @@ def test_killed_between_the_two_renames_of_a_folder_leaves_no_mixture(tmp_path: 
 
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("failing", ["fsync", "rename"])
-def test_a_full_disk_is_a_clear_error_and_keeps_the_old_content(kind: str, failing: str, tmp_path: Path,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_clear_error_and_keeps_the_old_content(
+    kind: str, failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "thing"
     put(kind, path, "old")
     real = os.replace
@@ -199,11 +203,15 @@ def test_jsonl_round_trip_skips_blank_lines(tmp_path: Path) -> None:
     assert io.read_jsonl(tmp_path / "rows.jsonl") == rows
 
 
-@pytest.mark.parametrize(("line", "reason"), [
-    (b'{"text": "cut', "not valid JSON"),
-    (b"[1, 2]", "expected an object, got list"),
-    (b'{"text": "\xe2\x82', "UTF-8"),
-], ids=["truncated", "not an object", "cut in a character"])
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "cut', "not valid JSON"),
+        (b"[1, 2]", "expected an object, got list"),
+        (b'{"text": "\xe2\x82', "UTF-8"),
+    ],
+    ids=["truncated", "not an object", "cut in a character"],
+)
 def test_a_bad_jsonl_line_is_named_by_its_number(line: bytes, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_draft
-
 from draftsmith.data.packing import Batch, collate, pack, positions, truncate
 from draftsmith.data.teacher_cache import Document
 
@@ -22,14 +21,20 @@ def make_document(prompt: int, answers: list[int], seed: int) -> Document:
     last = np.append(branch[1:] != branch[:-1], True)
     rows = np.array([i for i in range(prompt - 1, len(branch)) if i == prompt - 1 or not last[i]])
     shape = (len(rows), K)
-    return Document(rng.integers(3, 120, len(branch)), branch, rows, rng.integers(0, 120, shape).astype(np.int32),
-                    np.log(rng.dirichlet(np.ones(K + 1), len(rows))[:, :K]).astype(np.float32),
-                    rng.random(len(rows)).astype(np.float32))
+    return Document(
+        rng.integers(3, 120, len(branch)),
+        branch,
+        rows,
+        rng.integers(0, 120, shape).astype(np.int32),
+        np.log(rng.dirichlet(np.ones(K + 1), len(rows))[:, :K]).astype(np.float32),
+        rng.random(len(rows)).astype(np.float32),
+    )
 
 
 @pytest.fixture
 def documents() -> list[Document]:
-    return [make_document(5, [4, 6], 0), make_document(3, [7], 1), make_document(6, [3, 2, 4], 2), make_document(1, [9], 3)]
+    sizes: list[tuple[int, list[int]]] = [(5, [4, 6]), (3, [7]), (6, [3, 2, 4]), (1, [9])]
+    return [make_document(prompt, answers, seed) for seed, (prompt, answers) in enumerate(sizes)]
 
 
 def paths(document: Document) -> list[np.ndarray]:
@@ -133,8 +138,9 @@ def run_packed(draft: Any, batch: Batch) -> dict[int, torch.Tensor]:
 
 def run_alone(draft: Any, tokens: np.ndarray) -> dict[int, torch.Tensor]:
     n = len(tokens)
+    mask = torch.ones(1, 1, n, n, dtype=torch.bool).tril()
     with torch.no_grad():
-        exits = draft(torch.from_numpy(tokens)[None], torch.arange(n)[None], torch.ones(1, 1, n, n, dtype=torch.bool).tril())
+        exits = draft(torch.from_numpy(tokens)[None], torch.arange(n)[None], mask)
     return {depth: draft.logits(hidden)[0] for depth, hidden in exits.items()}
 
 

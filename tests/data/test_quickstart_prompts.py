@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-
 from draftsmith.data.quickstart_prompts import KINDS, SPLITS, build
 
 MOST = {"train": 2398, "heldout": 720}

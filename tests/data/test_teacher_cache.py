@@ -11,16 +11,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from draftsmith.data import DraftsmithError
-from draftsmith.data.teacher_cache import CacheManifest, CacheWriter, Document, TeacherCache, load_manifest, teacher_rows
+from draftsmith.data.teacher_cache import (
+    CacheManifest,
+    CacheWriter,
+    Document,
+    TeacherCache,
+    load_manifest,
+    teacher_rows,
+)
 
 FIELDS = ("tokens", "branch", "row_token", "top_ids", "top_logp", "tail")
 
 
 def make_manifest(**changes: Any) -> CacheManifest:
-    return CacheManifest(**{"target": {"name": "tiny"}, "tokenizer_hash": "t1", "corpus_hash": "c1", "k": 4,
-                            "temperature": 0.5, "settings": {"seed": 0}, **changes})
+    return CacheManifest(
+        **{
+            "target": {"name": "tiny"},
+            "tokenizer_hash": "t1",
+            "corpus_hash": "c1",
+            "k": 4,
+            "temperature": 0.5,
+            "settings": {"seed": 0},
+            **changes,
+        }
+    )
 
 
 def make_document(seed: int) -> Document:
@@ -29,8 +44,14 @@ def make_document(seed: int) -> Document:
     sizes = rng.integers(1, 6, 3)
     branch = np.repeat(np.arange(3), sizes)
     rows = np.arange(sizes[0] - 1, len(branch) - 1)
-    return Document(rng.integers(0, 50, len(branch)), branch, rows, rng.integers(0, 50, (len(rows), 4)),
-                    rng.normal(size=(len(rows), 4)).astype(np.float32), rng.random(len(rows)).astype(np.float32))
+    return Document(
+        rng.integers(0, 50, len(branch)),
+        branch,
+        rows,
+        rng.integers(0, 50, (len(rows), 4)),
+        rng.normal(size=(len(rows), 4)).astype(np.float32),
+        rng.random(len(rows)).astype(np.float32),
+    )
 
 
 def write_cache(folder: Path, shards: int = 3, finish: bool = True, **changes: Any) -> list[Document]:
@@ -83,7 +104,8 @@ def test_documents_come_back_as_written(tmp_path: Path) -> None:
     cache = TeacherCache(tmp_path, {"k": 4, "temperature": 0.5, "corpus_hash": "c1", "tokenizer_hash": "t1"})
     assert_holds(cache, documents)
     assert [(s["documents"], s["rows"]) for s in cache.manifest.shards] == [
-        (2, len(documents[i].tail) + len(documents[i + 1].tail)) for i in (0, 2, 4)]
+        (2, len(documents[i].tail) + len(documents[i + 1].tail)) for i in (0, 2, 4)
+    ]
 
 
 def test_tokens_of_answers_and_of_prompts_are_counted_apart(tmp_path: Path) -> None:
@@ -116,23 +138,38 @@ def test_the_texts_read_so_far_are_recorded_even_when_some_gave_no_document(tmp_
     assert [s["read"] for s in load_manifest(tmp_path).shards] == [2, 7]
 
 
-@pytest.mark.parametrize(("changed", "value"), [
-    ("k", 8), ("temperature", 1.0), ("corpus_hash", "c2"), ("tokenizer_hash", "t2"), ("target", {"name": "other"}),
-    ("settings", {"seed": 1}),
-])
+@pytest.mark.parametrize(
+    ("changed", "value"),
+    [
+        ("k", 8),
+        ("temperature", 1.0),
+        ("corpus_hash", "c2"),
+        ("tokenizer_hash", "t2"),
+        ("target", {"name": "other"}),
+        ("settings", {"seed": 1}),
+    ],
+)
 def test_writing_into_a_cache_made_from_something_else_is_refused(changed: str, value: Any, tmp_path: Path) -> None:
     documents = write_cache(tmp_path, finish=False)
-    with pytest.raises(DraftsmithError, match=f"another '{changed}'"):
+    name = "seed" if changed == "settings" else changed
+    with pytest.raises(DraftsmithError, match=f"made with {name} = "):
         CacheWriter(tmp_path, make_manifest(**{changed: value}))
     CacheWriter(tmp_path, make_manifest()).finish()
     assert_holds(TeacherCache(tmp_path), documents)  # the refused attempt touched nothing
 
 
-@pytest.mark.parametrize(("field", "wanted", "found"), [
-    ("k", 8, "4"), ("temperature", 1.0, "0.5"), ("corpus_hash", "c2", "c1"), ("tokenizer_hash", "t2", "t1"),
-])
-def test_reading_a_cache_that_does_not_fit_names_the_field_and_both_values(field: str, wanted: Any, found: str,
-                                                                          tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "wanted", "found"),
+    [
+        ("k", 8, "4"),
+        ("temperature", 1.0, "0.5"),
+        ("corpus_hash", "c2", "c1"),
+        ("tokenizer_hash", "t2", "t1"),
+    ],
+)
+def test_reading_a_cache_that_does_not_fit_names_the_field_and_both_values(
+    field: str, wanted: Any, found: str, tmp_path: Path
+) -> None:
     write_cache(tmp_path)
     with pytest.raises(DraftsmithError, match=f"{field} = {found}.* asks for {wanted}"):
         TeacherCache(tmp_path, {field: wanted})
@@ -154,9 +191,14 @@ def flipped(path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize(("damage", "reason"), [
-    (truncated, "truncated or altered"), (flipped, "truncated or altered"), (Path.unlink, "missing"),
-])
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncated, "truncated or altered"),
+        (flipped, "truncated or altered"),
+        (Path.unlink, "missing"),
+    ],
+)
 def test_a_damaged_shard_is_named_and_refused(damage: Any, reason: str, tmp_path: Path) -> None:
     write_cache(tmp_path)
     damage(tmp_path / "shard-00001.safetensors")
@@ -164,16 +206,21 @@ def test_a_damaged_shard_is_named_and_refused(damage: Any, reason: str, tmp_path
         TeacherCache(tmp_path)
 
 
-@pytest.mark.parametrize(("content", "reason"), [
-    (None, "no teacher cache here"),
-    ('{"version": 1, "k"', "not valid JSON"),
-    ('{"version": 99}', "version 99"),
-    ('{"version": 1}', "not a teacher-cache manifest"),
-    ("[]", "manifest"),
-], ids=["absent", "truncated", "from the future", "fields missing", "not an object"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "no teacher cache here"),
+        ('{"version": 1, "k"', "not valid JSON"),
+        ('{"version": 99}', "version 99"),
+        ('{"version": 1}', "not a teacher-cache manifest"),
+        ("[]", "manifest"),
+    ],
+    ids=["absent", "truncated", "from the future", "fields missing", "not an object"],
+)
 @pytest.mark.parametrize("opened_by", [TeacherCache, load_manifest])
-def test_a_folder_without_a_sound_manifest_is_refused(opened_by: Any, content: str | None, reason: str,
-                                                      tmp_path: Path) -> None:
+def test_a_folder_without_a_sound_manifest_is_refused(
+    opened_by: Any, content: str | None, reason: str, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(DraftsmithError, match=reason):
@@ -201,8 +248,9 @@ except DraftsmithError as error:
 def test_a_shard_that_does_not_fit_the_disk_is_a_clear_error_and_the_cache_can_go_on(tmp_path: Path) -> None:
     """A real refused write, by a limit on the file size, in the middle of the shard."""
     documents = write_cache(tmp_path, shards=1, finish=False)
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["manifest.json", "shard-00000.safetensors"]
     CacheWriter(tmp_path, make_manifest()).finish()
     assert_holds(TeacherCache(tmp_path), documents)
@@ -213,5 +261,12 @@ def test_a_shard_that_does_not_fit_the_disk_is_a_clear_error_and_the_cache_can_g
 def test_the_manifest_names_what_the_cache_was_made_from(tmp_path: Path) -> None:
     write_cache(tmp_path)
     written = json.loads((tmp_path / "manifest.json").read_text())
-    assert {key: written[key] for key in ("target", "tokenizer_hash", "corpus_hash", "k", "temperature", "complete")} == {
-        "target": {"name": "tiny"}, "tokenizer_hash": "t1", "corpus_hash": "c1", "k": 4, "temperature": 0.5, "complete": True}
+    expected = {
+        "target": {"name": "tiny"},
+        "tokenizer_hash": "t1",
+        "corpus_hash": "c1",
+        "k": 4,
+        "temperature": 0.5,
+        "complete": True,
+    }
+    assert {key: written[key] for key in expected} == expected

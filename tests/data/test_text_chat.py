@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
+from conftest import END, make_tokenizer
 from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import assistant_mask, chat_ids, prompt_ids
 from draftsmith.data.text import Sample, corpus_hash, read_samples
-from draftsmith.data.vocabulary import first_difference, tokenizer_hash
-from conftest import END, make_tokenizer
+from draftsmith.data.vocabulary import first_difference, tokenizer_hash, vocabulary
 
 QUESTION = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "4 é €"}  # characters of two and three bytes
 # Drops the reasoning of earlier turns, as templates of reasoning models do.
 REWRITING = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n"
-    "{% if loop.last %}{{ m['content'] }}{% else %}{{ m['content'].split('</think>')[-1] }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if loop.last %}{{ m['content'] }}{% else %}{{ m['content'].split('</think>')[-1] }}{% endif %}<|end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
@@ -31,8 +31,12 @@ def write_rows(path: Path, *rows: Any) -> Path:
 
 
 def test_jsonl_rows_of_each_form(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", {"messages": [QUESTION, {**ANSWER, "weight": 1}], "id": "m", "kind": "sql"},
-                      {"prompt": "2+2?"}, {"text": "a document", "id": 7})
+    path = write_rows(
+        tmp_path / "a.jsonl",
+        {"messages": [QUESTION, {**ANSWER, "weight": 1}], "id": "m", "kind": "sql"},
+        {"prompt": "2+2?"},
+        {"text": "a document", "id": 7},
+    )
     assert read_samples(path) == [
         Sample("m", "sql", messages=[QUESTION, ANSWER]),
         Sample("1", "text", messages=[QUESTION]),
@@ -40,11 +44,21 @@ def test_jsonl_rows_of_each_form(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("row", [
-    {}, {"prompt": 3}, {"text": None}, {"question": "2+2?"}, {"messages": []}, {"messages": "2+2?"},
-    {"messages": ["2+2?"]}, {"messages": [{"role": "user"}]}, {"messages": [{"role": "user", "content": None}]},
-    {"messages": [QUESTION, {"content": "4"}]},
-])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"prompt": 3},
+        {"text": None},
+        {"question": "2+2?"},
+        {"messages": []},
+        {"messages": "2+2?"},
+        {"messages": ["2+2?"]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [QUESTION, {"content": "4"}]},
+    ],
+)
 def test_a_row_that_is_no_prompt_is_named(row: dict[str, Any], tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", {"prompt": "fine"}, row)
     with pytest.raises(DraftsmithError, match=r"a\.jsonl, row 2: "):
@@ -97,13 +111,19 @@ def test_messages_that_the_template_refuses_are_a_clear_error() -> None:
         chat_ids(tokenizer, [QUESTION, QUESTION])
 
 
-@pytest.mark.parametrize("messages", [
-    [QUESTION, ANSWER],
-    [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "still 4"}],
-    [{"role": "system", "content": "be brief"}, QUESTION, ANSWER, QUESTION],
-    [QUESTION, {"role": "assistant", "content": ""}],
-], ids=["one turn", "two turns", "ends with the user", "empty answer"])
-def test_the_mask_marks_exactly_the_assistants_tokens_and_their_end(messages: list[dict[str, str]], tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [QUESTION, ANSWER],
+        [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "still 4"}],
+        [{"role": "system", "content": "be brief"}, QUESTION, ANSWER, QUESTION],
+        [QUESTION, {"role": "assistant", "content": ""}],
+    ],
+    ids=["one turn", "two turns", "ends with the user", "empty answer"],
+)
+def test_the_mask_marks_exactly_the_assistants_tokens_and_their_end(
+    messages: list[dict[str, str]], tokenizer: Any
+) -> None:
     """The reference is built turn by turn, without rendering the whole conversation."""
     expected_ids: list[int] = []
     expected_mask: list[bool] = []
@@ -147,22 +167,22 @@ class Table:
 
 def test_a_padded_vocabulary_agrees_either_way() -> None:
     short, padded = Table("a", "b", None, "d"), Table("a", "b", None, "d", "<extra_0>", "<extra_1>")
-    assert first_difference(short, padded) is None
-    assert first_difference(padded, short) is None
-    assert first_difference(short, Table("a", "b", "<unused>", "d")) is None
+    assert first_difference(vocabulary(short), vocabulary(padded)) is None
+    assert first_difference(vocabulary(padded), vocabulary(short)) is None
+    assert first_difference(vocabulary(short), vocabulary(Table("a", "b", "<unused>", "d"))) is None
     assert tokenizer_hash(short) != tokenizer_hash(padded)
 
 
 def test_a_permuted_vocabulary_is_refused_by_its_first_difference() -> None:
     ours, theirs = Table("a", "b", "c", "d"), Table("a", "c", "b", "d")
-    assert first_difference(ours, theirs) == "id 1 is 'b' in one and 'c' in the other"
+    assert first_difference(vocabulary(ours), vocabulary(theirs)) == "id 1 is 'b' in one and 'c' in the other"
     assert tokenizer_hash(ours) != tokenizer_hash(theirs)
 
 
 def test_the_tokenizer_hash_is_of_the_content(tokenizer: Any) -> None:
     again = make_tokenizer()
     assert tokenizer_hash(tokenizer) == tokenizer_hash(again)
-    assert first_difference(tokenizer, again) is None
+    assert first_difference(vocabulary(tokenizer), vocabulary(again)) is None
     again.add_tokens(["<|extra|>"])
     assert tokenizer_hash(tokenizer) != tokenizer_hash(again)
-    assert first_difference(tokenizer, again) is None
+    assert first_difference(vocabulary(tokenizer), vocabulary(again)) is None

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from draftsmith.data import DraftsmithError
 from draftsmith.data.traces import HORIZON, Traces, read_meta, read_traces, write_traces
 
@@ -21,8 +20,17 @@ def make_traces(n: int) -> Traces:
     rng = np.random.default_rng(0)
     acceptance = rng.random((n, 3, HORIZON)).astype(np.float32)
     acceptance[-1, :, 5:] = np.nan  # past the end of the text
-    return Traces([f"p{i // 2}" for i in range(n)], np.arange(n) * 8, rng.normal(size=(n, 6)).astype(np.float32), acceptance,
-                  rng.integers(0, 3, n), rng.integers(4, 9, n), rng.integers(0, 4, n), META)
+    features = rng.normal(size=(n, 6)).astype(np.float32)
+    return Traces(
+        [f"p{i // 2}" for i in range(n)],
+        np.arange(n) * 8,
+        features,
+        acceptance,
+        rng.integers(0, 3, n),
+        rng.integers(4, 9, n),
+        rng.integers(0, 4, n),
+        META,
+    )
 
 
 @pytest.fixture
@@ -91,8 +99,9 @@ from draftsmith.data import DraftsmithError
 from draftsmith.data.traces import Traces, write_traces
 
 n = 500
-columns = np.random.default_rng(0).random((n, 3, 8)), *np.zeros((3, n))
-traces = Traces(["p"] * n, np.zeros(n), np.random.default_rng(1).random((n, 6)), *columns, {"variants": ["a", "b", "c"]})
+rng = np.random.default_rng(0)
+columns = np.zeros(n), rng.random((n, 6)), rng.random((n, 3, 8)), *np.zeros((3, n))
+traces = Traces(["p"] * n, *columns, {"variants": ["a", "b", "c"]})
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     write_traces(sys.argv[1], traces)
@@ -103,8 +112,9 @@ except DraftsmithError as error:
 
 
 def test_a_write_that_does_not_fit_the_disk_is_a_clear_error_and_keeps_the_old_file(written: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(written)], capture_output=True, text=True, timeout=120,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(written)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert len(read_traces(written)) == 50
     assert list(written.parent.iterdir()) == [written]
     assert done.returncode == 7, f"a traceback instead of a clear error: {done.stderr}"

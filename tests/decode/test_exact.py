@@ -85,9 +85,10 @@ class ScriptedTarget:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(ids), 1)
 
-    def forward(self, ids: torch.Tensor, cache: PrefixCache, keep: int | None = None,
-                request: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = np.stack([self.tables.target(p) for p in cache.extend(ids)[-(keep or 10**6):]])
+    def forward(
+        self, ids: torch.Tensor, cache: PrefixCache, keep: int | None = None, request: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = np.stack([self.tables.target(p) for p in cache.extend(ids)[-(keep or 10**6) :]])
         return torch.zeros(1, len(rows), 1), torch.from_numpy(rows)[None]
 
 
@@ -100,9 +101,8 @@ class ScriptedDraft:
     def new_cache(self, capacity: int) -> PrefixCache:
         return PrefixCache(capacity)
 
-    def forward(self, ids: torch.Tensor, cache: PrefixCache, variant: Variant,
-                keep: int | None = None) -> torch.Tensor:
-        rows = np.stack([self.tables.draft(p, variant) for p in cache.extend(ids)[-(keep or 10**6):]])
+    def forward(self, ids: torch.Tensor, cache: PrefixCache, variant: Variant, keep: int | None = None) -> torch.Tensor:
+        rows = np.stack([self.tables.draft(p, variant) for p in cache.extend(ids)[-(keep or 10**6) :]])
         return torch.from_numpy(rows)[:, self.head_ids]
 
 
@@ -169,11 +169,25 @@ CASES = {
     "fixed(2), end banned at first": Case(fixed(2), {"min_tokens": 2}, eos=frozenset({2})),
     "fixed(2), end": Case(fixed(2), eos=frozenset({2})),
     "paper, early rejection": Case(paper(), must=("accepted", "rejected", "dropped")),
-    "paper, early rejection, top_p": Case(paper(min_confidence=0.4), {"top_p": 0.8}, vocab=4,
-                                          must=("accepted", "rejected", "dropped")),
-    "paper, every switch": Case(paper(tau=0.8, stop_window=2, pause=1, gate_interval=1, ppl_window=3,
-                                      upgrade_ratio=0.8, failure_ratio=1.05, probe_interval=1),
-                                length=6, vocab=2, head=(0, 1), must=("accepted", "rejected", "ar")),
+    "paper, early rejection, top_p": Case(
+        paper(min_confidence=0.4), {"top_p": 0.8}, vocab=4, must=("accepted", "rejected", "dropped")
+    ),
+    "paper, every switch": Case(
+        paper(
+            tau=0.8,
+            stop_window=2,
+            pause=1,
+            gate_interval=1,
+            ppl_window=3,
+            upgrade_ratio=0.8,
+            failure_ratio=1.05,
+            probe_interval=1,
+        ),
+        length=6,
+        vocab=2,
+        head=(0, 1),
+        must=("accepted", "rejected", "ar"),
+    ),
     "goodput": Case(goodput()),
     "goodput, trimmed head": Case(goodput(), {"temperature": 0.8}, vocab=4, head=(1, 3)),
 }
@@ -197,8 +211,9 @@ def enumerate_texts(case: Case, tables: Tables) -> tuple[dict[tuple[int, ...], f
         end = next((i + 1 for i, token in enumerate(emitted) if token in case.eos), len(emitted))
         texts[tuple(emitted[:end])] += noise.weight
         s = generation.stats
-        events.update(accepted=s.accepted, rejected=s.rejected, bonus=s.bonus, ar=s.ar - 1,
-                      dropped=s.drafted - s.verified)
+        events.update(
+            accepted=s.accepted, rejected=s.rejected, bonus=s.bonus, ar=s.ar - 1, dropped=s.drafted - s.verified
+        )
         taken, widths = noise.taken, noise.widths
         while taken and taken[-1] + 1 == widths[-1]:
             taken.pop()
@@ -332,13 +347,16 @@ def crop_one_too_few(patch: Patch) -> None:
     patch.setattr(Generation, "_rollback", faulty)
 
 
-@pytest.mark.parametrize(("fault", "name"), [
-    (draw_from_p_after_a_drop, "paper, early rejection"),
-    (residual_without_truncation, "paper, early rejection"),
-    (accept_with_unprocessed_q, "fixed(3), top_k"),
-    (bonus_from_the_draft, "fixed(2)"),
-    (crop_one_too_few, "fixed(1)"),
-])
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (draw_from_p_after_a_drop, "paper, early rejection"),
+        (residual_without_truncation, "paper, early rejection"),
+        (accept_with_unprocessed_q, "fixed(3), top_k"),
+        (bonus_from_the_draft, "fixed(2)"),
+        (crop_one_too_few, "fixed(1)"),
+    ],
+)
 def test_planted_fault_is_caught(fault: Callable[[Patch], None], name: str, monkeypatch: Patch) -> None:
     fault(monkeypatch)
     assert distance(CASES[name]) > CAUGHT

@@ -73,9 +73,17 @@ def judge(policy: Policy, accepted: int, rejected: int) -> None:
         policy.observe(drafted(int(i < accepted), 1))
 
 
-@pytest.mark.parametrize(("tau", "ratio", "speculates"), [
-    (0.7, 1.42, True), (0.7, 1.44, False), (0.6, 1.6, True), (0.6, 1.7, False), (0.8, 1.3, False), (0.7, 0.5, True),
-])
+@pytest.mark.parametrize(
+    ("tau", "ratio", "speculates"),
+    [
+        (0.7, 1.42, True),
+        (0.7, 1.44, False),
+        (0.6, 1.6, True),
+        (0.6, 1.7, False),
+        (0.8, 1.3, False),
+        (0.7, 0.5, True),
+    ],
+)
 def test_paper_speculates_from_confidence_tau_on(tau: float, ratio: float, speculates: bool) -> None:
     assert (paper(tau=tau).plan(view(ratio, positions=10)).max_tokens > 0) == speculates
 
@@ -128,9 +136,14 @@ def test_paper_asks_the_gate_once_when_acceptance_falls_below_its_line() -> None
     assert decisions == [1, 1, 1, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("ratio", "positions", "expected"), [
-    (1.19, 40, "4L@1"), (1.21, 40, "4L@1.25"), (1.21, 31, "4L@1"),
-])
+@pytest.mark.parametrize(
+    ("ratio", "positions", "expected"),
+    [
+        (1.19, 40, "4L@1"),
+        (1.21, 40, "4L@1.25"),
+        (1.21, 31, "4L@1"),
+    ],
+)
 def test_paper_moves_one_variant_up_at_the_upgrade_ratio(ratio: float, positions: int, expected: str) -> None:
     policy = paper(variant=Variant(4, 1.0))
     variant = policy.plan(view(ratio, positions)).variant
@@ -222,10 +235,10 @@ def test_paper_setting_with_a_typo_is_named() -> None:
         PaperSettings.from_json({"min_confidense": 0.2})
 
 
-@pytest.mark.parametrize("variant", ["2L", "4L"])
-def test_draft_perplexity_counts_the_tokens_that_it_got_wrong(decoder: Any, variant: str) -> None:
+@pytest.mark.parametrize(("variant", "floor"), [("2L", 0.0), ("4L", 0.3)])
+def test_draft_perplexity_counts_the_tokens_that_it_got_wrong(decoder: Any, variant: str, floor: float) -> None:
     """Over accepted tokens alone every draft would look good: the failure mode could never be seen."""
-    off = {"tau": 0.0, "failure_ratio": 1e9, "upgrade_ratio": 1e9, "stop_acceptance": 0.0, "min_confidence": 0.0}
+    off = {"tau": 0.0, "failure_ratio": 1e9, "upgrade_ratio": 1e9, "stop_acceptance": 0.0, "min_confidence": floor}
     decoder.context.paper, decoder.context.gate = off, None
     decoder.context.variant = decoder.bundle.shape.find(variant)
     prompt = decoder.prompt_ids("SELECT a, b FROM")
@@ -233,12 +246,15 @@ def test_draft_perplexity_counts_the_tokens_that_it_got_wrong(decoder: Any, vari
     generation.prefill()
     while generation.emitted < 32:
         generation.round()
-    assert generation.stats.corrections > 5
+    assert generation.stats.accepted < 20
     text = generation.tokens
-    logits = decoder.draft.forward(torch.tensor([text[:-1]]), decoder.draft.new_cache(64), decoder.context.variant)
-    rows = {token: row for row, token in enumerate(decoder.draft.head_ids.tolist())}
-    exact = [float(torch.log_softmax(logits[i - 1], -1)[rows[text[i]]]) if text[i] in rows else LOG_FLOOR
-             for i in range(1, len(text))]
+    draft = decoder.draft
+    logits = draft.forward(torch.tensor([text[:-1]]), draft.new_cache(64), decoder.context.variant)
+    rows = {token: row for row, token in enumerate(draft.head_ids.tolist())}
+    exact = [
+        float(torch.log_softmax(logits[i - 1], -1)[rows[text[i]]]) if text[i] in rows else LOG_FLOOR
+        for i in range(1, len(text))
+    ]
     # The last token was just committed: the draft may read it in the next round.
     metered = {i: max(value, LOG_FLOOR) for i, value in generation.meter.draft.items()}
     assert set(metered) >= set(range(1, len(text) - 1))
@@ -336,8 +352,15 @@ def test_goodput_drafts_no_more_than_there_is_room_for() -> None:
 
 
 def context(**changes: Any) -> PolicyContext:
-    base: dict[str, Any] = {"shape": SHAPE, "gate": None, "costs": costs(), "default": "fixed(3)", "variant": FULL,
-                            "paper": {}, "goodput": {}}
+    base: dict[str, Any] = {
+        "shape": SHAPE,
+        "gate": None,
+        "costs": costs(),
+        "default": "fixed(3)",
+        "variant": FULL,
+        "paper": {},
+        "goodput": {},
+    }
     return PolicyContext(**{**base, **changes})
 
 
@@ -351,16 +374,19 @@ def test_make_policy_knows_every_name() -> None:
     assert (default.k, default.variant, named.k, named.variant) == (3, FULL, 5, Variant(2))
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("papper", "unknown policy 'papper'; did you mean 'paper'"),
-    ("fixd(4)", r"did you mean 'fixed\(4\)'"),
-    ("fixed", r"did you mean 'fixed\(4\)'"),
-    ("good_put", "did you mean 'goodput'"),
-    ("fixed(0)", "k from 1 to 16, not 0"),
-    ("fixed(17)", "k from 1 to 16, not 17"),
-    ("fixed(3,9L)", "no variant '9L'; there are 2L, 4L@0.75"),
-    ("zzz", "known: ar, "),
-])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("papper", "unknown policy 'papper'; did you mean 'paper'"),
+        ("fixd(4)", r"did you mean 'fixed\(4\)'"),
+        ("fixed", r"did you mean 'fixed\(4\)'"),
+        ("good_put", "did you mean 'goodput'"),
+        ("fixed(0)", "k from 1 to 16, not 0"),
+        ("fixed(17)", "k from 1 to 16, not 17"),
+        ("fixed(3,9L)", "no variant '9L'; there are 2L, 4L@0.75"),
+        ("zzz", "known: ar, "),
+    ],
+)
 def test_make_policy_says_what_was_meant(name: str, message: str) -> None:
     with pytest.raises(DraftsmithError, match=message):
         make_policy(name, context())

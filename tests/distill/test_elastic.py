@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import END, make_draft, make_target_model
-from torch import nn
-
 from draftsmith.data import DraftsmithError
 from draftsmith.distill.elastic import ElasticDraft
 from draftsmith.distill.init import build_draft, neuron_importance
 from draftsmith.distill.variants import DraftShape, Variant
 from draftsmith.distill.vocab import choose_vocabulary, inverse_map
+from torch import nn
 
 LAYERS = [0, 1, 3, 4]
 BUCKETS = (0.75, 1.0, 1.25, 1.5)
@@ -57,20 +56,41 @@ def test_variants_go_from_the_cheapest_to_the_largest_and_are_found_by_name() ->
     assert DraftShape.from_json(SHAPE.to_json()) == SHAPE
 
 
-@pytest.mark.parametrize(("alpha", "intermediate", "width"), [
-    (1.5, 96, 96), (1.25, 96, 80), (1.0, 96, 64), (0.75, 96, 48),
-    (1.0, 100, 67), (0.7, 1000, 467), (0.75, 1536, 768), (0.9, 10, 6), (1.2, 10, 8),
-])
+@pytest.mark.parametrize(
+    ("alpha", "intermediate", "width"),
+    [
+        (1.5, 96, 96),
+        (1.25, 96, 80),
+        (1.0, 96, 64),
+        (0.75, 96, 48),
+        (1.0, 100, 67),
+        (0.7, 1000, 467),
+        (0.75, 1536, 768),
+        (0.9, 10, 6),
+        (1.2, 10, 8),
+    ],
+)
 def test_width_is_the_share_of_neurons_rounded_up(alpha: float, intermediate: int, width: int) -> None:
     shape = DraftShape(4, 2, BUCKETS, 64, intermediate, 121)
     assert shape.width(Variant(4, alpha)) == width
     assert shape.width(Variant(2)) == intermediate, "the early exit runs at full width"
 
 
-@pytest.mark.parametrize(("alpha", "name"), [
-    (0.5, "2L"), (0.6999, "2L"), (0.7, "4L@0.75"), (0.75, "4L@0.75"), (0.7501, "4L@1"), (1.0, "4L@1"), (1.0001, "4L@1.25"),
-    (1.25, "4L@1.25"), (1.26, "4L"), (1.5, "4L"),
-])
+@pytest.mark.parametrize(
+    ("alpha", "name"),
+    [
+        (0.5, "2L"),
+        (0.6999, "2L"),
+        (0.7, "4L@0.75"),
+        (0.75, "4L@0.75"),
+        (0.7501, "4L@1"),
+        (1.0, "4L@1"),
+        (1.0001, "4L@1.25"),
+        (1.25, "4L@1.25"),
+        (1.26, "4L"),
+        (1.5, "4L"),
+    ],
+)
 def test_alpha_is_rounded_up_to_a_bucket_and_below_0_7_selects_the_exit(alpha: float, name: str) -> None:
     assert SHAPE.choose(alpha).name == name
     unsorted = DraftShape(4, 2, BUCKETS[::-1], 64, 96, 121)
@@ -84,9 +104,21 @@ def family_model(family: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=5,
-                                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, head_dim=16,
-                                  initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=END)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        head_dim=16,
+        initializer_range=0.2,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=END,
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
 
 
@@ -112,8 +144,12 @@ def activations(mlp: Any, x: torch.Tensor) -> torch.Tensor:
 def test_neurons_are_sorted_by_measured_importance(model: Any, draft: ElasticDraft) -> None:
     """Recomputed in float64 from what enters each block of the target on the calibration text."""
     seen: dict[int, torch.Tensor] = {}
-    hooks = [model.model.layers[i].mlp.register_forward_pre_hook(lambda _m, args, i=i: seen.update({i: args[0][0].double()}))
-             for i in LAYERS]
+    hooks = [
+        model.model.layers[i].mlp.register_forward_pre_hook(
+            lambda _module, args, i=i: seen.update({i: args[0][0].double()})
+        )
+        for i in LAYERS
+    ]
     with torch.no_grad():
         model.model(input_ids=CALIBRATION[0], use_cache=False)
     for hook in hooks:
@@ -123,7 +159,8 @@ def test_neurons_are_sorted_by_measured_importance(model: Any, draft: ElasticDra
         mlp = copy.deepcopy(layer.mlp).double()
         importance = activations(mlp, seen[source]).abs().mean(0) * mlp.down_proj.weight.norm(dim=0)
         assert (importance.diff() <= 1e-5 * importance[0]).all(), "not descending"
-        torch.testing.assert_close(importance.detach(), scores.sort(descending=True).values.double(), rtol=1e-4, atol=1e-6)
+        ranked = scores.sort(descending=True).values.double()
+        torch.testing.assert_close(importance.detach(), ranked, rtol=1e-4, atol=1e-6)
         assert importance[0] > 1.5 * importance[-1], "nothing to sort"
 
 
@@ -155,7 +192,7 @@ def test_embedding_and_head_are_the_targets_and_frozen(model: Any, draft: Elasti
     assert frozen == {"embed", "head"}
     sample, position, mask = inputs()
     hidden = draft(sample, position, mask)
-    sum(draft.logits(h).square().mean() for h in hidden.values()).backward()
+    torch.stack([draft.logits(h).square().mean() for h in hidden.values()]).sum().backward()
     assert draft.embed.grad is None
     assert draft.head.grad is None
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.norms.parameters())
@@ -234,8 +271,9 @@ def test_a_target_without_gated_blocks_gets_a_llama_shaped_draft() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=150, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=0,
-                                      eos_token_id=1)).eval()
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(vocab_size=150, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=1)
+    ).eval()
     draft = build_draft(gpt2, LAYERS, 2, BUCKETS, torch.arange(120), CALIBRATION)
     assert draft.config.model_type == "llama"
     assert (draft.config.hidden_size, draft.config.num_attention_heads, draft.config.num_hidden_layers) == (32, 4, 4)
@@ -253,28 +291,36 @@ def test_a_target_without_gated_blocks_gets_a_llama_shaped_draft() -> None:
 COUNTS = np.array([0, 5, 9, 5, 0, 1, 5, 0])
 
 
-@pytest.mark.parametrize(("size", "always", "expected"), [
-    (1, [], [2]),
-    (2, [], [1, 2]),  # of the three tokens seen five times, the lowest id
-    (3, [], [1, 2, 3]),
-    (5, [], [1, 2, 3, 5, 6]),
-    (3, [7], [1, 2, 7]),
-    (3, [2, 7, 7], [1, 2, 7]),
-    (1, [4, 7], [4, 7]),  # what must be kept is kept, even beyond the size
-])
-def test_the_most_frequent_tokens_are_chosen_ties_by_lower_id(size: int, always: list[int], expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("size", "always", "expected"),
+    [
+        (1, [], [2]),
+        (2, [], [1, 2]),  # of the three tokens seen five times, the lowest id
+        (3, [], [1, 2, 3]),
+        (5, [], [1, 2, 3, 5, 6]),
+        (3, [7], [1, 2, 7]),
+        (3, [2, 7, 7], [1, 2, 7]),
+        (1, [4, 7], [4, 7]),  # what must be kept is kept, even beyond the size
+    ],
+)
+def test_the_most_frequent_tokens_are_chosen_ties_by_lower_id(
+    size: int, always: list[int], expected: list[int]
+) -> None:
     ids = choose_vocabulary(COUNTS, size, always)
     assert ids.dtype == torch.int64
     assert ids.tolist() == expected
 
 
-@pytest.mark.parametrize(("size", "expected"), [
-    (5, [1, 2, 3, 5, 6]),
-    (6, [1, 2, 3, 5, 6, 7]),  # then the prompts' most frequent
-    (7, [0, 1, 2, 3, 5, 6, 7]),
-    (8, list(range(8))),
-    (99, list(range(8))),
-])
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (5, [1, 2, 3, 5, 6]),
+        (6, [1, 2, 3, 5, 6, 7]),  # then the prompts' most frequent
+        (7, [0, 1, 2, 3, 5, 6, 7]),
+        (8, list(range(8))),
+        (99, list(range(8))),
+    ],
+)
 def test_tokens_of_prompts_come_after_those_of_answers(size: int, expected: list[int]) -> None:
     prompts = np.array([1, 50, 50, 50, 0, 50, 50, 3])
     assert choose_vocabulary(COUNTS, size, (), prompts).tolist() == expected

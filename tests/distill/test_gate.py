@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from draftsmith.data.traces import HORIZON, Traces
 from draftsmith.distill.gate import (
     Gate,
@@ -18,7 +17,7 @@ from draftsmith.distill.gate import (
     round_seconds,
     soft_weights,
     throughput,
-    variant_centres,
+    variant_edges,
 )
 from draftsmith.distill.variants import DraftShape
 from draftsmith.train.gate import GateModule, split_rows
@@ -28,14 +27,34 @@ THREE = DraftShape(4, 2, (1.0, 1.5), 64, 96, 120)
 K = 4
 
 
-def make_traces(features: np.ndarray, acceptance_NA: np.ndarray, shape: DraftShape, seed: int = 0, **meta: Any) -> Traces:
+def make_traces(
+    features: np.ndarray, acceptance_NA: np.ndarray, shape: DraftShape, seed: int = 0, **meta: Any
+) -> Traces:
     """Rows whose variants are accepted with `acceptance_NA` at each position; four rows a prompt."""
     n, variants = acceptance_NA.shape
-    costs = {"variants": [v.name for v in shape.variants()], "step_seconds": np.linspace(1.0, 2.0, variants).tolist(),
-             "verify_rows": [1, 2, 4, 8], "verify_seconds": [8.0, 9.0, 10.0, 12.0], "catch_up_seconds": 0.5, **meta}
-    return Traces([f"p{i // 4}" for i in range(n)], np.arange(n), features.astype(np.float32),
-                  np.repeat(acceptance_NA[:, :, None], HORIZON, 2).astype(np.float32),
-                  np.random.default_rng(seed).integers(0, variants, n), np.full(n, K), np.zeros(n, int), costs)
+    costs = {
+        "variants": [v.name for v in shape.variants()],
+        "step_seconds": np.linspace(1.0, 2.0, variants).tolist(),
+        "verify_rows": [1, 2, 4, 8],
+        "verify_seconds": [8.0, 9.0, 10.0, 12.0],
+        "catch_up_seconds": 0.5,
+        **meta,
+    }
+    return Traces(
+        [f"p{i // 4}" for i in range(n)],
+        np.arange(n),
+        features.astype(np.float32),
+        np.repeat(acceptance_NA[:, :, None], HORIZON, 2).astype(np.float32),
+        np.random.default_rng(seed).integers(0, variants, (n,)),
+        np.full(n, K),
+        np.zeros(n, int),
+        costs,
+    )
+
+
+def centres(shape: DraftShape) -> list[float]:
+    edges = variant_edges(shape)
+    return ((edges[1:] + edges[:-1]) / 2).tolist()
 
 
 def test_alpha_lies_strictly_between_a_half_and_one_and_a_half() -> None:
@@ -46,8 +65,9 @@ def test_alpha_lies_strictly_between_a_half_and_one_and_a_half() -> None:
     assert ((alpha > 0.5) & (alpha < 1.5)).all()
     assert alpha.std() > 0.01
     gate.mean += 5.0
-    assert torch.allclose(gate(torch.zeros(1, 6) + 5.0), 0.5 + torch.sigmoid(gate.outer(torch.nn.functional.gelu(
-        gate.inner.bias))))
+    assert torch.allclose(
+        gate(torch.zeros(1, 6) + 5.0), 0.5 + torch.sigmoid(gate.outer(torch.nn.functional.gelu(gate.inner.bias)))
+    )
 
 
 @pytest.mark.parametrize("buckets", [(0.75, 1.0, 1.25, 1.5), (1.0, 1.5), (1.5,), (1.5, 0.9)])
@@ -55,24 +75,26 @@ def test_soft_weights_sum_to_one_and_peak_at_the_variant_that_alpha_selects(buck
     """Where the peak is elsewhere, training rewards one variant and decoding runs another."""
     shape = DraftShape(4, 2, buckets, 64, 96, 120)
     alpha = torch.linspace(0.501, 1.499, 400)
-    weights = soft_weights(alpha, variant_centres(shape))
+    weights = soft_weights(alpha, variant_edges(shape))
     assert weights.shape == (400, len(shape.variants()))
     torch.testing.assert_close(weights.sum(-1), torch.ones(400))
     assert (weights >= 0).all()
     names = [v.name for v in shape.variants()]
-    wrong = [(round(float(a), 3), shape.choose(float(a)).name, names[int(w.argmax())])
-             for a, w in zip(alpha, weights, strict=True) if shape.choose(float(a)).name != names[int(w.argmax())]]
+    wrong = [
+        (round(float(a), 3), shape.choose(float(a)).name, names[int(w.argmax())])
+        for a, w in zip(alpha, weights, strict=True)
+        if shape.choose(float(a)).name != names[int(w.argmax())]
+    ]
     assert not wrong, f"(alpha, selected, peak): {wrong}"
 
 
 def test_every_variant_can_be_reached_by_alpha() -> None:
-    centres = variant_centres(SHAPE)
-    assert [SHAPE.choose(float(c)) for c in centres] == SHAPE.variants()
+    assert [SHAPE.choose(c) for c in centres(SHAPE)] == SHAPE.variants()
 
 
 def test_soft_weights_carry_a_gradient_to_alpha() -> None:
     alpha = torch.tensor([0.6, 0.9, 1.3], requires_grad=True)
-    gradient = torch.autograd.grad(soft_weights(alpha, variant_centres(SHAPE))[:, 0].sum(), alpha)[0]
+    gradient = torch.autograd.grad(soft_weights(alpha, variant_edges(SHAPE))[:, 0].sum(), alpha)[0]
     assert (gradient[:2] < 0).all(), "a larger alpha must mean less of the smallest variant"
 
 
@@ -90,8 +112,9 @@ def test_seconds_of_a_round_by_hand_with_the_catch_up_of_a_depth_switch() -> Non
     traces.variant_N = np.array([2, 0, 1])
     # 2 steps of 1.0, 1.5 or 2.0 s, and a pass of 3 rows: halfway between 9 and 10 s.
     plain = [2.0 + 9.5, 3.0 + 9.5, 4.0 + 9.5]
-    assert round_seconds(traces, 2) == pytest.approx(np.array([
-        plain, [plain[0], plain[1] + 0.5, plain[2] + 0.5], plain]))
+    assert round_seconds(traces, 2) == pytest.approx(
+        np.array([plain, [plain[0], plain[1] + 0.5, plain[2] + 0.5], plain])
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -153,7 +176,7 @@ def test_a_gate_on_noise_does_not_claim_to_beat_the_best_fixed_variant(seed: int
     """Acceptance varies from row to row, but no feature knows it."""
     rng = np.random.default_rng(seed)
     acceptance = np.clip(np.array([0.55, 0.6, 0.7]) + 0.1 * rng.normal(size=(400, 3)), 0, 1)
-    traces = make_traces(rng.normal(size=(400, 5)), acceptance, THREE, seed, step_seconds=[1.5, 1.5, 1.5], catch_up_seconds=0)
+    traces = make_traces(rng.normal(size=(400, 5)), acceptance, THREE, seed, step_seconds=[1.5] * 3, catch_up_seconds=0)
     train_rows, held_rows = split_rows(traces, 0.3, seed)
     report = evaluate_gate(train(traces.take(train_rows), THREE), traces.take(held_rows), THREE, K)
     assert report.best_fixed == "4L"
@@ -169,8 +192,9 @@ def test_the_report_agrees_with_its_own_numbers(seed: int) -> None:
     tokens, seconds = expected_tokens(traces.acceptance_NAH, K), round_seconds(traces, K)
     assert report.rows == len(traces) == sum(b["rows"] for b in report.calibration)
     assert report.oracle >= max(report.gate, *report.fixed.values())
-    assert report.fixed == {v.name: pytest.approx(tokens[:, i].sum() / seconds[:, i].sum())
-                            for i, v in enumerate(SHAPE.variants())}
+    assert report.fixed == {
+        v.name: pytest.approx(tokens[:, i].sum() / seconds[:, i].sum()) for i, v in enumerate(SHAPE.variants())
+    }
     assert report.fixed[report.best_fixed] == max(report.fixed.values())
     assert report.beats_fixed == (report.gate > report.fixed[report.best_fixed])
     assert report.regret == pytest.approx(1 - report.gate / report.oracle)
@@ -180,10 +204,10 @@ def test_the_report_agrees_with_its_own_numbers(seed: int) -> None:
 
 def test_a_constant_gate_is_worth_exactly_its_fixed_variant() -> None:
     traces = planted(SHAPE)
-    for centre, variant in zip(variant_centres(SHAPE), SHAPE.variants(), strict=True):
+    for centre, variant in zip(centres(SHAPE), SHAPE.variants(), strict=True):
         gate = Gate(5, 8)
         torch.nn.init.zeros_(gate.outer.weight)
-        torch.nn.init.constant_(gate.outer.bias, float(torch.logit(centre - 0.5)))
+        torch.nn.init.constant_(gate.outer.bias, float(np.log((centre - 0.5) / (1.5 - centre))))
         report = evaluate_gate(gate, traces, SHAPE, K)
         assert report.gate == pytest.approx(report.fixed[variant.name])
         assert not report.beats_fixed

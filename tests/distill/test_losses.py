@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from draftsmith.data.teacher_cache import teacher_rows
 from draftsmith.distill.losses import forward_kl_dense, forward_kl_sparse
 
@@ -51,7 +50,8 @@ def lumped_by_hand(logits_RV: torch.Tensor, teacher_RV: torch.Tensor, k: int, te
     for draft, teacher in zip(logits_RV.tolist(), teacher_RV.tolist(), strict=True):
         p, q = softmax_by_hand(teacher, temperature), softmax_by_hand(draft, temperature)
         order = sorted(range(len(p)), key=lambda i: -p[i])
-        events = [(p[i], q[i]) for i in order[:k]] + [(math.fsum(p[i] for i in order[k:]), math.fsum(q[i] for i in order[k:]))]
+        tail = math.fsum(p[i] for i in order[k:]), math.fsum(q[i] for i in order[k:])
+        events = [*((p[i], q[i]) for i in order[:k]), tail]
         out.append(math.fsum(a * math.log(a / b) for a, b in events))
     return torch.tensor(out, dtype=torch.float64)
 
@@ -67,8 +67,9 @@ def sparse(logits: torch.Tensor, teacher: torch.Tensor, temperature: float) -> t
 def check(loss: Loss, reference: Loss) -> None:
     for seed, temperature in ((0, 0.5), (1, 1.0), (2, 2.0)):
         logits, teacher = draw(seed)
-        torch.testing.assert_close(loss(logits, teacher, temperature), reference(logits, teacher, temperature),
-                                   rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            loss(logits, teacher, temperature), reference(logits, teacher, temperature), rtol=1e-11, atol=1e-12
+        )
 
 
 def sparse_reference(logits: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -175,8 +176,16 @@ def hard_targets(name: str) -> Sparse:
     return ids, logp, tail
 
 
-HARD = ["plain", "k = V", "no tail", "all outside", "all outside, no tail", "tail below float32", "zero probability",
-        "rounded tail at k = V"]
+HARD = [
+    "plain",
+    "k = V",
+    "no tail",
+    "all outside",
+    "all outside, no tail",
+    "tail below float32",
+    "zero probability",
+    "rounded tail at k = V",
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -24,8 +24,18 @@ def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 
 def launch(job: str, recipe: Path, *overrides: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return run("deepspeed", "--num_accelerators", "1", "--master_port", "29617", f"train/{job}.py", "--recipe",
-               str(recipe), *overrides, check=check)
+    return run(
+        "deepspeed",
+        "--num_accelerators",
+        "1",
+        "--master_port",
+        "29617",
+        f"train/{job}.py",
+        "--recipe",
+        str(recipe),
+        *overrides,
+        check=check,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_stage_leaves_what_the_next_needs_and_learns(folder: Path) -> None:
     out = folder / "out"
-    for name in ("teacher/manifest.json", "draft/draft.safetensors", "traces.parquet", "bundle/draftsmith.json",
-                 "bundle/gate.safetensors"):
+    for name in (
+        "teacher/manifest.json",
+        "draft/draft.safetensors",
+        "traces.parquet",
+        "bundle/draftsmith.json",
+        "bundle/gate.safetensors",
+    ):
         assert (out / name).is_file(), name
     lines = [json.loads(line) for line in (out / "distill.jsonl").read_text().splitlines()]
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
@@ -56,8 +71,14 @@ def test_tensorboard_has_losses_acceptance_learning_rate_and_speed(folder: Path)
     board = EventAccumulator(str(folder / "out" / "tb" / "distill"))
     board.Reload()
     tags = set(board.Tags()["scalars"])
-    assert {"train/kl_4L", "train/kl_2L", "train/kl_narrow", "train/lr", "train/units_per_second",
-            "heldout/acceptance_4L"} <= tags
+    assert {
+        "train/kl_4L",
+        "train/kl_2L",
+        "train/kl_narrow",
+        "train/lr",
+        "train/units_per_second",
+        "heldout/acceptance_4L",
+    } <= tags
 
 
 def test_finished_stages_are_skipped(folder: Path) -> None:
@@ -82,8 +103,16 @@ def test_validation_passes_and_reports(folder: Path) -> None:
 
 def test_validation_fails_with_a_sentence_when_a_threshold_is_missed(folder: Path) -> None:
     recipe = write_tiny_recipe(folder / "strict", validate={"thresholds": {"acceptance": 1.0, "tokens_per_step": 5}})
-    done = run(sys.executable, "scripts/validate_acceptance.py", str(folder / "out/bundle"), "--recipe", str(recipe),
-               "--out", str(folder / "strict/report"), check=False)
+    done = run(
+        sys.executable,
+        "scripts/validate_acceptance.py",
+        str(folder / "out/bundle"),
+        "--recipe",
+        str(recipe),
+        "--out",
+        str(folder / "strict/report"),
+        check=False,
+    )
     assert done.returncode == 1
     assert "MISS: tokens per step must be at least 5" in done.stderr
     assert "Traceback" not in done.stderr
@@ -105,8 +134,16 @@ def test_export_is_a_stock_model_that_assists(folder: Path) -> None:
 
 
 def test_export_of_an_unknown_variant_names_the_known_ones(folder: Path) -> None:
-    done = run(sys.executable, "scripts/export.py", str(folder / "out/bundle"), "--variant", "3layer", "--out",
-               str(folder / "x"), check=False)
+    done = run(
+        sys.executable,
+        "scripts/export.py",
+        str(folder / "out/bundle"),
+        "--variant",
+        "3layer",
+        "--out",
+        str(folder / "x"),
+        check=False,
+    )
     assert done.returncode == 1
     assert "no variant '3layer'" in done.stderr
     assert "4layer and 2layer" in done.stderr
@@ -117,8 +154,19 @@ def test_command_line_generates_and_streams_the_same_text_with_every_policy(fold
     bundle = str(folder / "out/bundle")
     texts = set()
     for policy in ("ar", "paper", "goodput"):
-        done = run(sys.executable, "-m", "draftsmith.decode.cli", "generate", bundle, "red sea", "--max-tokens", "12",
-                   "--policy", policy, "--stats")
+        done = run(
+            sys.executable,
+            "-m",
+            "draftsmith.decode.cli",
+            "generate",
+            bundle,
+            "red sea",
+            "--max-tokens",
+            "12",
+            "--policy",
+            policy,
+            "--stats",
+        )
         texts.add(done.stdout)
         assert "tokens per step" in done.stderr
     assert len(texts) == 1
@@ -126,23 +174,47 @@ def test_command_line_generates_and_streams_the_same_text_with_every_policy(fold
 
 def test_colour_marks_accepted_tokens_only(folder: Path) -> None:
     bundle = str(folder / "out/bundle")
-    plain = run(sys.executable, "-m", "draftsmith.decode.cli", "generate", bundle, "red sea", "--max-tokens", "12",
-                "--policy", "ar", "--color")
+    plain = run(
+        sys.executable,
+        "-m",
+        "draftsmith.decode.cli",
+        "generate",
+        bundle,
+        "red sea",
+        "--max-tokens",
+        "12",
+        "--policy",
+        "ar",
+        "--color",
+    )
     assert "\033[32m" not in plain.stdout
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("nowhere", "hi"), "nowhere: no such bundle folder"),
-    (("{bundle}", ""), "the prompt is empty"),
-    (("{bundle}", "hi", "--policy", "papr"), "did you mean 'paper'?"),
-    (("{bundle}", "hi", "--temperature", "-1"), "temperature must be 0 or more"),
-    (("{bundle}", "hi", "--target", "./nowhere"), "no such folder"),
-    (("{bundle}", "hi there " * 100), "the target's context is 512"),
-])
-def test_mistakes_on_the_command_line_get_one_clear_line(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere", "hi"), "nowhere: no such bundle folder"),
+        (("{bundle}", ""), "the prompt is empty"),
+        (("{bundle}", "hi", "--policy", "papr"), "did you mean 'paper'?"),
+        (("{bundle}", "hi", "--temperature", "-1"), "temperature must be 0 or more"),
+        (("{bundle}", "hi", "--target", "./nowhere"), "no such folder"),
+        (("{bundle}", "hi there " * 100), "the target's context is 512"),
+    ],
+)
+def test_mistakes_on_the_command_line_get_one_clear_line(
+    folder: Path,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
     bundle = str(folder / "out/bundle")
-    done = run(sys.executable, "-m", "draftsmith.decode.cli", "generate", *(a.format(bundle=bundle) for a in arguments),
-               check=False)
+    done = run(
+        sys.executable,
+        "-m",
+        "draftsmith.decode.cli",
+        "generate",
+        *(a.format(bundle=bundle) for a in arguments),
+        check=False,
+    )
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr

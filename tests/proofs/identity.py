@@ -14,14 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from _verdict import ROOT, conclude
-from tqdm import tqdm
-
 from draftsmith.data.chat import prompt_ids
 from draftsmith.data.io import DraftsmithError
 from draftsmith.decode import Decoder, SamplingParams
 from draftsmith.decode.identity import compare
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.stage import load_prompts, run_job
+from tqdm import tqdm
 
 POLICIES = ("ar", "paper", "fixed(4)", "goodput")
 MAX_TOKENS = 64
@@ -71,9 +70,15 @@ def main() -> None:
             elif found is not None:
                 failures.append({"policy": policy, "prompt": i, **asdict(found)})
     texts = len(prompts) * len(POLICIES)
-    conclude("identity", not failures, f"{texts - len(failures)} of {texts} texts ({len(prompts)} prompts, "
-             f"{len(POLICIES)} policies) are stock transformers' greedy text; {excused} differ within rounding",
-             texts=texts, excused=excused, failures=failures)
+    conclude(
+        "identity",
+        not failures,
+        f"{texts - len(failures)} of {texts} texts ({len(prompts)} prompts, "
+        f"{len(POLICIES)} policies) are stock transformers' greedy text; {excused} differ within rounding",
+        texts=texts,
+        excused=excused,
+        failures=failures,
+    )
 
 
 if __name__ == "__main__":

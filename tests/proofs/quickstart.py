@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 from _verdict import ROOT, conclude
-
 from draftsmith.data.io import read_json
 
 LIMIT_MINUTES = 25
@@ -38,11 +37,18 @@ def main() -> None:
     up, stock = summary[default]["speedup"], summary["transformers"]["speedup"]
     mine = summary[default]
     passed = minutes <= LIMIT_MINUTES and up["low"] > 1 and stock["mean"] <= 1
-    conclude("quickstart", passed, f"{minutes:.1f} minutes after {(installed - began) / 60:.1f} of install; {default} is "
-             f"{up['mean']:.2f} x AR (95 % {up['low']:.2f} to {up['high']:.2f}, n = {up['n']}), AR "
-             f"{summary['ar']['tokens_per_second']:.1f} tokens/s against {summary['transformers']['tokens_per_second']:.1f} "
-             f"of transformers; acceptance {mine['acceptance']:.3f}, {mine['tokens_per_step']:.2f} tokens per step, "
-             f"{mine['identical']} of {mine['prompts']} texts the target's own", minutes=minutes, summary=summary)
+    conclude(
+        "quickstart",
+        passed,
+        f"{minutes:.1f} minutes after {(installed - began) / 60:.1f} of install; {default} "
+        f"is {up['mean']:.2f} x AR (95 % {up['low']:.2f} to {up['high']:.2f}, n = {up['n']}), AR "
+        f"{summary['ar']['tokens_per_second']:.1f} tokens/s against "
+        f"{summary['transformers']['tokens_per_second']:.1f} of transformers; acceptance "
+        f"{mine['acceptance']:.3f}, {mine['tokens_per_step']:.2f} tokens per step, "
+        f"{mine['identical']} of {mine['prompts']} texts the target's own",
+        minutes=minutes,
+        summary=summary,
+    )
 
 
 if __name__ == "__main__":

@@ -18,16 +18,24 @@ import torch
 from _verdict import ROOT, conclude
 
 sys.path.insert(0, str(ROOT / "tests"))  # the tiny target is the tests' own
-from tiny import write_tiny_recipe
-
 from draftsmith.train.checkpoint import checkpoints
+from tiny import write_tiny_recipe
 
 STEPS, KILLS = 120, 5
 
 
 def launch(job: str, recipe: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    command = ["deepspeed", "--num_accelerators", "1", "--master_port", str(random.randint(20000, 40000)),
-               f"train/{job}.py", "--recipe", str(recipe), *overrides]
+    command = [
+        "deepspeed",
+        "--num_accelerators",
+        "1",
+        "--master_port",
+        str(random.randint(20000, 40000)),
+        f"train/{job}.py",
+        "--recipe",
+        str(recipe),
+        *overrides,
+    ]
     log = (recipe.parent / f"{job}.log").open("ab")
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
@@ -42,8 +50,11 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def digest(value: Any, into: Any) -> None:
     """Hash every tensor and number of a nested state, in order."""
     if isinstance(value, torch.Tensor):
-        into.update(str(value.dtype).encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-                    if value.dim() else str((value.dtype, value.item())).encode())
+        into.update(
+            str(value.dtype).encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            if value.dim()
+            else str((value.dtype, value.item())).encode()
+        )
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             into.update(str(key).encode())
@@ -93,8 +104,10 @@ def interrupted_run(recipe: Path, out: Path, chooser: random.Random) -> list[str
             raise SystemExit(f"the job ended before kill {number + 1}; see {recipe.parent}/distill.log")
         in_write = writing(out)
         kill(process)
-        moments.append(f"after step {newest(out)}{', inside a checkpoint write' if in_write else ''} "
-                       f"({time.monotonic() - began:.1f} s)")
+        moments.append(
+            f"after step {newest(out)}{', inside a checkpoint write' if in_write else ''} "
+            f"({time.monotonic() - began:.1f} s)"
+        )
         print(f"kill {number + 1}: {moments[-1]}", file=sys.stderr, flush=True)
     if launch("distill", recipe).wait() != 0:
         raise SystemExit(f"the resumed job failed; see {recipe.parent}/distill.log")
@@ -108,8 +121,9 @@ def main() -> None:
         moments: list[str] = []
         for name in ("whole", "killed"):
             folder = Path(work) / name
-            recipe = write_tiny_recipe(folder, distill={"steps": STEPS, "accumulation": 2, "save_every": 6,
-                                                        "eval_prompts": 0})
+            recipe = write_tiny_recipe(
+                folder, distill={"steps": STEPS, "accumulation": 2, "save_every": 6, "eval_prompts": 0}
+            )
             if launch("respond", recipe).wait() != 0:
                 raise SystemExit(f"respond failed:\n{(folder / 'respond.log').read_text()[-2000:]}")
             if name == "whole":
@@ -120,8 +134,14 @@ def main() -> None:
             hashes[name] = state_hash(folder / "out")
     inside = sum("inside" in m for m in moments)
     passed = hashes["whole"] == hashes["killed"] and len(moments) == KILLS and inside >= 1
-    conclude("resume", passed, f"{len(moments)} SIGKILLs ({inside} inside a checkpoint write, seed {seed}); weights and "
-             f"optimiser {hashes['killed'][:12]} against {hashes['whole'][:12]} uninterrupted", moments=moments, **hashes)
+    conclude(
+        "resume",
+        passed,
+        f"{len(moments)} SIGKILLs ({inside} inside a checkpoint write, seed {seed}); weights "
+        f"and optimiser {hashes['killed'][:12]} against {hashes['whole'][:12]} uninterrupted",
+        moments=moments,
+        **hashes,
+    )
 
 
 if __name__ == "__main__":

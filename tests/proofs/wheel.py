@@ -48,8 +48,12 @@ def main() -> None:
         printed = run(python, "-c", CHECK, str(ROOT), *arguments, cwd=work)
         shown = run(str(work / "env/bin/draftsmith"), "--help", cwd=work)
         passed = printed.strip().endswith("ok") and "generate" in shown
-    conclude("wheel", passed, f"{wheel.name} imports outside the checkout without deepspeed and datasets"
-             + (f" and generates from {bundle.name}" if arguments else ""))
+    conclude(
+        "wheel",
+        passed,
+        f"{wheel.name} imports outside the checkout without deepspeed and datasets"
+        + (f" and generates from {bundle.name}" if arguments else ""),
+    )
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
 from draftsmith.data import DraftsmithError
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import Settings, ensure_distributed, fit, learning_rate
+from torch import nn
 
 SETTINGS = Settings("job", steps=10, lr=0.05, warmup=2, final_lr=0.1, accumulation=2, save_every=3)
 
@@ -46,6 +45,7 @@ def interrupted_at(step: int) -> Callable[[int], list[torch.Tensor]]:
         if at == step:
             raise KeyboardInterrupt
         return batches(at)
+
     return stop
 
 
@@ -73,7 +73,9 @@ def test_interrupted_runs_end_bitwise_like_the_uninterrupted_one(tmp_path: Path)
 
 @pytest.mark.parametrize("fault", ["truncated", "missing", "no marker"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    fault: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     whole = train(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
@@ -95,7 +97,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 
 
 def test_a_full_disk_ends_with_a_message_and_keeps_the_earlier_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = checkpoint.fsync_path
 
@@ -132,8 +135,14 @@ def test_every_unit_weighs_the_same_whatever_the_micro_batch(tmp_path: Path) -> 
     """One step over [2 rows, 5 rows] equals one step over all 7; a mean per micro-batch would not."""
     settings = Settings("job", steps=1, lr=0.1, accumulation=2, clip=0.0, betas=(0.0, 0.0))
     split = fit(Regression(), batches, len, settings, tmp_path / "a", "x")
-    joined = fit(Regression(), lambda s: [torch.cat(batches(s))], len,
-                 Settings("job", steps=1, lr=0.1, accumulation=1, clip=0.0, betas=(0.0, 0.0)), tmp_path / "b", "x")
+    joined = fit(
+        Regression(),
+        lambda s: [torch.cat(batches(s))],
+        len,
+        Settings("job", steps=1, lr=0.1, accumulation=1, clip=0.0, betas=(0.0, 0.0)),
+        tmp_path / "b",
+        "x",
+    )
     # Adam's first step forgets the gradient's size, so compare its second moment, which keeps it.
     moments = [[s["exp_avg_sq"] for s in e.optimizer.state_dict()["state"].values()] for e in (split, joined)]
     for a, b in zip(*moments, strict=True):
