@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -246,9 +247,13 @@ _JSON_WORDINGS = (
 
 _POOLS = {
     "train": """
-Maria Tomas Aisha Erik Lucia Kenji Priya Samuel Ines Omar Greta Daniel Yara Felix Chloe Mateo
-Lopez Berg Khan Rossi Tanaka Dubois Patel Moreau Costa Haddad Weber Nowak Reyes Ford Osei Lind
-Denver Lisbon Kyoto Lagos Bergen Quito Dublin Hanoi Austin Genoa Tunis Leipzig
+Maria Tomas Aisha Erik Lucia Kenji Priya Samuel Ines Omar Greta Daniel Yara Felix Chloe Mateo Oskar Wanda Jamal \
+Ebba Silvia Pavel Noor Hugo Amara Dmitri Elena Gavin Rosa Tariq \
+Ulla Winston Beatriz Cedric Fatima Henrik Joanna Kofi Linnea Marek
+Lopez Berg Khan Rossi Tanaka Dubois Patel Moreau Costa Haddad Weber Nowak Reyes Ford Osei Lind Abbott Bianchi Chavez \
+Dahl Eriksen Fontaine Garrido Hoffman Ito Jansen Kowalski Larsson Mbeki Novotny Oduya Petrov Quinn Romero Schwartz Tran
+Denver Lisbon Kyoto Lagos Bergen Quito Dublin Hanoi Austin Genoa Tunis Leipzig Antwerp Bogota Cardiff Dakar Edinburgh \
+Fresno Geneva Helsinki Izmir Jaipur Krakow Lima Malmo Nairobi Osaka Perth Rabat Seville Tampere Utrecht Vienna Zagreb
 January March April June July September October December
 """,
     "heldout": """
@@ -259,6 +264,30 @@ February May August November
 """,
 }  # first names, surnames, cities and months
 _DRAWS_PER_RECORD = 60
+
+# Words that take the place of table, column and key names in training prompts, so that a draft learns to copy
+# the names in front of it instead of learning thirty schemas by heart.
+_NOUNS = """
+anchor apron arrow atlas attic badge bakery bamboo banner barrel basin basket beacon beaker beam bench bishop
+blade blanket blossom bolt bottle branch brass bread brick bridge bronze broom bucket buckle bundle butter
+button cabin cable camera canal candle canvas canyon captain caravan cargo carpet castle cedar cellar chain
+chamber chapel charcoal cherry chimney circus clay cliff clinic clock clover coach cobalt coffee collar column
+comet compass copper coral corridor cotton cradle crater cricket crown crystal curtain cushion dagger dairy
+desert diary dome dragon drum easel echo ember engine factory falcon feather fence ferry fiddle flag flask
+fleet flute forge fountain furnace galaxy garlic garment gear ginger glove goblet granite gravel guitar hammer
+hammock harness hatch hazel helmet herald hinge honor hotel igloo indigo ink island ivory jacket jasmine jewel
+journal jungle kettle kitchen kite label ladder lagoon lantern laurel leather ledger lemon lever lily linen
+locket lotus magnet mango manor marble market mask meadow medal melon mirror monument mortar moss motor mural
+needle nest nickel notebook oasis oboe orchard orchid oven oyster paddle palace panther parcel parlor pebble
+pepper piano pillow pilot pine planet plaza plow pocket pollen portrait powder prairie prism puddle pulley
+puppet pyramid quarry quartz quilt rabbit raft ranch raven reef relay ribbon ridge rifle rocket saddle saffron
+sail salad scarf scroll shelf shield signal silk silver sketch slate sleeve spark spider spindle sponge stable
+statue stove straw stream studio sugar summit sword tablet tailor tavern temple thimble thunder timber tobacco
+torch tower trellis trophy trumpet tulip tunnel turbine turtle valley vault velvet vineyard violin wagon
+walnut waterfall whistle willow window winter wizard wool
+"""
+_KEPT_NAMES = {"name", "date", "time", "title", "for", "the", "and", "with", "from"}
+_SHARE_RENAMED = 0.75
 
 
 @dataclass
@@ -409,6 +438,23 @@ def _json_prompts(split: str, rng: random.Random) -> list[str]:
     return _interleave(groups, rng)
 
 
+def _rename(content: str, rng: random.Random) -> str:
+    """Replace most words of the names in a prompt, each by the same noun wherever it occurs."""
+    heldout = " ".join([_SCHEMAS["heldout"], _RECORDS["heldout"]])
+    nouns = [n for n in _NOUNS.split() if n not in heldout]
+    names = re.findall(r"([a-z_]+)\(([^)]*)\)", content)
+    words = [w for table, columns in names for w in re.findall("[a-z]{3,}", f"{table} {columns}")]
+    words += [w for key in re.findall(r'"([a-z_]+)": ""', content) for w in re.findall("[a-z]{3,}", key)]
+    picks: dict[str, str] = {}
+    for word in dict.fromkeys(w.removesuffix("s") for w in words):
+        if word not in _KEPT_NAMES and rng.random() < _SHARE_RENAMED:
+            picks[word] = nouns.pop(rng.randrange(len(nouns)))
+    if not picks:
+        return content
+    pattern = re.compile(r"(?<![A-Za-z])(" + "|".join(sorted(picks, key=len, reverse=True)) + r")(s?)(?![A-Za-z])")
+    return pattern.sub(lambda m: picks[m[1]] + m[2], content)
+
+
 def build(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """`count` distinct prompts of a split, kinds alternating; any prefix is spread over all schemas."""
     if split not in SPLITS:
@@ -422,6 +468,8 @@ def build(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     for index in range(count):
         kind = KINDS[index % 2]
         content = pools[kind][index // 2]
+        if split == "train":
+            content = _rename(content, random.Random(f"rename-{seed}-{index}"))
         row_id = f"{kind}-{split}-{index // 2 + 1:04d}"
         rows.append({"id": row_id, "kind": kind, "messages": [{"role": "user", "content": content}]})
     return rows

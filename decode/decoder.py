@@ -90,7 +90,8 @@ class Decoder:
         """A decoder from a loaded target and bundle; measures costs."""
         runner = load_runner(target)
         embedding = target.model.get_input_embeddings().weight.detach()
-        draft = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors, embedding)
+        head = target.model.get_output_embeddings().weight.detach()
+        draft = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors, embedding, head)
         target.release()
         return cls(target, runner, draft, bundle, measure_costs(runner, draft))
 

@@ -103,7 +103,7 @@ class Generation:
         self.cache = target.new_cache(1, capacity)
         self.proposer: ElasticProposer | None = None
         if draft is not None and policy.name != "ar" and len(prompt) < draft.context:
-            self.proposer = ElasticProposer(draft, target.vocab_size, capacity, params, noise, self.stop_ids)
+            self.proposer = ElasticProposer(draft, self.tokens, capacity, params, noise, self.stop_ids)
         self.meter = PerplexityMeter()
         self.stats = Stats(prompt_tokens=len(prompt))
         self.last_hidden: torch.Tensor | None = None

@@ -41,11 +41,12 @@ class Draft:
 class ElasticProposer:
     """Runs an elastic draft for one request; its cache follows the committed text."""
 
-    def __init__(self, runner: DraftRunner, vocab_size: int, capacity: int, params: SamplingParams, noise: Noise,
+    def __init__(self, runner: DraftRunner, prompt: list[int], capacity: int, params: SamplingParams, noise: Noise,
                  forbidden: frozenset[int]) -> None:
-        self.runner, self.vocab_size, self.params, self.noise = runner, vocab_size, params, noise
-        self.cache = runner.new_cache(capacity)
-        self.head_list: list[int] = runner.head_ids.tolist()
+        self.runner, self.params, self.noise = runner, params, noise
+        self.cache = runner.new_cache(capacity, prompt)
+        self.head_ids = self.cache.head_ids
+        self.head_list: list[int] = self.head_ids.tolist()
         self.forbidden = [i for i, token in enumerate(self.head_list) if token in forbidden]
         self.room = self.cache.capacity
 
@@ -54,7 +55,7 @@ class ElasticProposer:
         seen = self.cache.lengths[0]
         unseen = tokens[seen:]
         keep = min(len(unseen), METER_ROWS + 1) if meter is not None else 1
-        ids = torch.tensor([unseen], device=self.runner.head_ids.device)
+        ids = torch.tensor([unseen], device=self.head_ids.device)
         logits = self.runner.forward(ids, self.cache, variant, keep)
         if meter is not None and keep > 1:
             first = len(tokens) - keep + 1  # absolute position that row 0 predicts
@@ -81,7 +82,7 @@ class ElasticProposer:
         draft = Draft(plan.variant)
         draft.read = len(tokens) - self.cache.lengths[0]
         logits = self.read(tokens, plan.variant, meter)
-        device = self.runner.head_ids.device
+        device = self.head_ids.device
         draft.rows.append(logits)
         while len(draft.tokens) < plan.max_tokens:
             position = len(tokens) + len(draft.tokens)
@@ -118,7 +119,7 @@ class ElasticProposer:
         else:
             q = process(logits[None], self.params)[0]
             if isinstance(self.noise, GumbelNoise):
-                row = self.noise.draw(q, position, self.runner.head_ids)
+                row = self.noise.draw(q, position, self.head_ids)
             else:
                 row = self.noise.draw(q, position)
             confidence = float(raw[row].exp())
@@ -137,7 +138,7 @@ class ElasticProposer:
         """The truncated proposal at index i over the target's vocabulary, in `like`'s precision."""
         kept = draft.kept[i]
         q = draft.q_rows[i] if kept is None else torch.where(kept, draft.q_rows[i], 0.0)
-        return torch.zeros_like(like).index_copy_(0, self.runner.head_ids, q.to(like.dtype))
+        return torch.zeros_like(like).index_copy_(0, self.head_ids, q.to(like.dtype))
 
     def crop(self, length: int) -> None:
         self.cache.crop(length)

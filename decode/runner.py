@@ -142,11 +142,15 @@ class ModuleRunner:
 
 
 class DraftCache:
-    """An elastic draft's cache: the deep layers may lag behind the shallow ones.
+    """An elastic draft's state for one request; the deep layers may lag behind the shallow ones.
 
     `lengths[0]` positions have keys of the layers up to the early exit and `exit_hidden` (their hidden
-    states there); `deep` of them also have keys of the later layers.
+    states there); `deep` of them also have keys of the later layers. `head` [D, H] and `head_ids` [D] are
+    the tokens that can be proposed to this request.
     """
+
+    head: torch.Tensor
+    head_ids: torch.Tensor
 
     def __init__(self, config: Any, shape: DraftShape, capacity: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -166,10 +170,12 @@ class DraftRunner:
     switch to full depth first runs the deep layers over the positions they have not seen, in one batch.
     """
 
-    def __init__(self, config: Any, shape: DraftShape, tensors: dict[str, torch.Tensor],
-                 embedding: torch.Tensor) -> None:
-        """`tensors` as written by `ElasticDraft.portable_state`; `embedding` is the target's."""
-        self.config, self.shape, self.embedding = config, shape, embedding
+    def __init__(self, config: Any, shape: DraftShape, tensors: dict[str, torch.Tensor], embedding_VH: torch.Tensor,
+                 head_VH: torch.Tensor | None = None) -> None:
+        """`tensors` as written by `ElasticDraft.portable_state`; the other two are the target's own. Without
+        `head_VH` the draft proposes the tokens of its trimmed head only."""
+        embedding = embedding_VH
+        self.config, self.shape, self.embedding, self.full_head = config, shape, embedding, head_VH
         move = {k: v.to(embedding.device) for k, v in tensors.items()}
         tensors = {k: v.to(embedding.dtype) if v.is_floating_point() else v for k, v in move.items()}
         # Drafting is one row at a time, where plain weights reach the memory's bandwidth; slices for the
@@ -179,13 +185,26 @@ class DraftRunner:
         self.head, self.head_ids = tensors["head"], tensors["head_ids"]
         self.context = context_limit(config)
 
-    def new_cache(self, capacity: int) -> DraftCache:
-        return DraftCache(self.config, self.shape, min(capacity, self.context), self.stack.dtype,
-                          self.embedding.device)
+    def head_ids_for(self, prompt: list[int]) -> torch.Tensor:
+        """The trimmed head's ids and the prompt's, ascending: answers repeat names that a trimmed vocabulary
+        lacks, and their rows are the target's own, frozen."""
+        if self.full_head is None:
+            return self.head_ids
+        return torch.unique(torch.cat([self.head_ids, torch.tensor(prompt, device=self.head_ids.device)]))
+
+    def new_cache(self, capacity: int, prompt: list[int] | None = None) -> DraftCache:
+        """A cache for one request; `prompt` extends the head (`head_ids_for`)."""
+        cache = DraftCache(self.config, self.shape, min(capacity, self.context), self.stack.dtype,
+                           self.embedding.device)
+        cache.head, cache.head_ids = self.head, self.head_ids
+        if prompt and self.full_head is not None:
+            cache.head_ids = self.head_ids_for(prompt)
+            cache.head = self.full_head[cache.head_ids]
+        return cache
 
     def forward(self, ids_1N: torch.Tensor, cache: DraftCache, variant: Variant,
                 keep: int | None = None) -> torch.Tensor:
-        """Append N tokens; returns logits [keep, D] over the trimmed head for the last `keep` of them."""
+        """Append N tokens; returns logits [keep, D] over the cache's head for the last `keep` of them."""
         n = ids_1N.shape[1]
         keep = n if keep is None else keep
         for at in range(0, n, PREFILL_CHUNK):
@@ -195,7 +214,7 @@ class DraftRunner:
             hidden = cache.exit_hidden[:, length - keep : length]
         else:
             hidden = self.catch_up(cache, variant, keep)
-        return F.linear(self.stack.norm(hidden, self.norms[variant.depth]), self.head)[0]
+        return F.linear(self.stack.norm(hidden, self.norms[variant.depth]), cache.head)[0]
 
     def _shallow(self, ids: torch.Tensor, cache: DraftCache, variant: Variant) -> None:
         start, n = cache.lengths[0], ids.shape[1]

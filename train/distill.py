@@ -114,7 +114,9 @@ class PackedData:
 def heldout_acceptance(runner: Runner, draft: ElasticDraft, target: Target, recipe: Recipe) -> dict[str, float]:
     """True acceptance by the production loop, greedy, on held-out prompts, for the largest variant and the exit."""
     d = recipe.distill
-    live = DraftRunner(draft.config, draft.shape, draft.portable_state(), target.model.get_input_embeddings().weight)
+    model = target.model
+    live = DraftRunner(draft.config, draft.shape, draft.portable_state(), model.get_input_embeddings().weight,
+                       model.get_output_embeddings().weight)
     out = {}
     for variant in (draft.shape.variants()[-1], draft.shape.variants()[0]):
         accepted = rejected = steps = emitted = 0

@@ -48,6 +48,10 @@ def ensure_distributed() -> None:
     import deepspeed
 
     deepspeed.logger.setLevel("WARNING")
+    if os.environ["WORLD_SIZE"] == "1":
+        # One rank has nobody to share memory with: without this DeepSpeed compiles its collective for it.
+        known = getattr(deepspeed.ops, "__compatible_ops__", {})
+        known.update({name: False for name in known if "shm" in name})
     deepspeed.init_distributed(dist_backend=None if torch.cuda.is_available() else "gloo", verbose=False)
 
 

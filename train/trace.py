@@ -63,10 +63,10 @@ def teacher_forced_acceptance(runner: Runner, draft: DraftRunner, tokens: list[i
     emitted = len(tokens) - prompt_length
     cache = runner.new_cache(1, len(tokens))
     p_EV = process(runner.forward(ids, cache, emitted)[1][0], params)
-    p_ED = p_EV[:, draft.head_ids]
+    p_ED = p_EV[:, draft.head_ids_for(tokens[:prompt_length])]
     out = []
     for variant in draft.shape.variants():
-        logits = draft.forward(ids, draft.new_cache(len(tokens)), variant, emitted)
+        logits = draft.forward(ids, draft.new_cache(len(tokens), tokens[:prompt_length]), variant, emitted)
         out.append(torch.minimum(p_ED, process(logits, params).to(p_ED.dtype)).sum(-1).float().cpu().numpy())
     return np.stack(out)
 
@@ -144,8 +144,9 @@ def load_draft(recipe: Recipe, target: Target) -> DraftRunner:
     facts = read_json(recipe.draft_dir / "draft.json")
     tensors = load_file(str(recipe.draft_dir / "draft.safetensors"))
     embedding = target.model.get_input_embeddings().weight.detach()
+    head = target.model.get_output_embeddings().weight.detach()
     config, shape = AutoConfig.for_model(**facts["config"]), DraftShape.from_json(facts["shape"])
-    return DraftRunner(config, shape, tensors, embedding)
+    return DraftRunner(config, shape, tensors, embedding, head)
 
 
 def main() -> None:

@@ -56,6 +56,7 @@ class PrefixCache:
     def __init__(self, capacity: int) -> None:
         self.tokens: list[int] = []
         self.capacity = capacity
+        self.head_ids = torch.empty(0)
 
     @property
     def lengths(self) -> list[int]:
@@ -98,8 +99,10 @@ class ScriptedDraft:
     def __init__(self, tables: Tables, head: Sequence[int]) -> None:
         self.tables, self.shape, self.head_ids = tables, SHAPE, torch.tensor(head)
 
-    def new_cache(self, capacity: int) -> PrefixCache:
-        return PrefixCache(capacity)
+    def new_cache(self, capacity: int, prompt: list[int] | None = None) -> PrefixCache:
+        cache = PrefixCache(capacity)
+        cache.head_ids = self.head_ids
+        return cache
 
     def forward(self, ids: torch.Tensor, cache: PrefixCache, variant: Variant, keep: int | None = None) -> torch.Tensor:
         rows = np.stack([self.tables.draft(p, variant) for p in cache.extend(ids)[-(keep or 10**6) :]])

@@ -249,8 +249,9 @@ def test_draft_perplexity_counts_the_tokens_that_it_got_wrong(decoder: Any, vari
     assert generation.stats.accepted < 20
     text = generation.tokens
     draft = decoder.draft
-    logits = draft.forward(torch.tensor([text[:-1]]), draft.new_cache(64), decoder.context.variant)
-    rows = {token: row for row, token in enumerate(draft.head_ids.tolist())}
+    cache = draft.new_cache(64, prompt)
+    logits = draft.forward(torch.tensor([text[:-1]]), cache, decoder.context.variant)
+    rows = {token: row for row, token in enumerate(cache.head_ids.tolist())}
     exact = [
         float(torch.log_softmax(logits[i - 1], -1)[rows[text[i]]]) if text[i] in rows else LOG_FLOOR
         for i in range(1, len(text))

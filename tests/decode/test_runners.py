@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import make_target_model, make_tokenizer
+from conftest import END, make_draft, make_target_model, make_tokenizer
 from draftsmith.data import DraftsmithError
 from draftsmith.decode.runner import DraftRunner, LeanRunner, ModuleRunner, load_runner
 from draftsmith.decode.stack import PREFILL_CHUNK
@@ -348,3 +348,18 @@ def test_narrow_widths_use_the_first_neurons(draft: ElasticDraft, variant: Varia
 
     assert torch.equal(changed(width), whole)
     assert not torch.allclose(changed(width - 1), whole)
+
+
+def test_the_prompts_own_tokens_can_be_proposed(target: Any) -> None:
+    """Answers repeat names that a trimmed vocabulary lacks; their logits are those of the target's rows."""
+    draft = make_draft(target, head=40)
+    embedding, head = target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight
+    runner = DraftRunner(draft.config, draft.shape, draft.portable_state(), embedding, head)
+    prompt = [200, 65, 201, 65]
+    cache = runner.new_cache(16, prompt)
+    assert cache.head_ids.tolist() == [*range(40), 65, 200, 201, END]
+    logits = runner.forward(torch.tensor([prompt]), cache, Variant(4))
+    trimmed = runner.forward(torch.tensor([prompt]), runner.new_cache(16), Variant(4))
+    assert torch.equal(logits[:, :40], trimmed[:, :40])
+    hidden = draft(torch.tensor([prompt]), torch.arange(4)[None], torch.ones(1, 1, 4, 4, dtype=torch.bool).tril())[4]
+    torch.testing.assert_close(logits[:, 40:43], hidden[0] @ head[[65, 200, 201]].T, rtol=1e-4, atol=1e-4)
