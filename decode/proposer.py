@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +46,7 @@ class ElasticProposer:
         self.cache = runner.new_cache(capacity, prompt)
         self.head_ids = self.cache.head_ids
         self.head_list: list[int] = self.head_ids.tolist()
+        self.rows = {token: row for row, token in enumerate(self.head_list)}
         self.forbidden = [i for i, token in enumerate(self.head_list) if token in forbidden]
         self.room = self.cache.capacity
 
@@ -65,14 +65,9 @@ class ElasticProposer:
 
     def log_probs(self, logits: torch.Tensor, tokens: list[int]) -> list[float]:
         """Log-probability at temperature 1 of tokens[i] under row i; -inf where the trimmed head lacks it."""
-        rows = [self._row(t) for t in tokens]
+        rows = [self.rows.get(t, -1) for t in tokens]
         known = log_probs_at(logits, [max(r, 0) for r in rows])
         return [value if row >= 0 else float("-inf") for value, row in zip(known, rows, strict=True)]
-
-    def _row(self, token: int) -> int:
-        """Head row of a target token, -1 if the trimmed head lacks it."""
-        i = bisect.bisect_left(self.head_list, token)
-        return i if i < len(self.head_list) and self.head_list[i] == token else -1
 
     def propose(self, tokens: list[int], plan: Plan, policy: Policy, meter: PerplexityMeter | None,
                 stop_ids: frozenset[int], ban_until: int) -> Draft:

@@ -145,12 +145,12 @@ class DraftCache:
     """An elastic draft's state for one request; the deep layers may lag behind the shallow ones.
 
     `lengths[0]` positions have keys of the layers up to the early exit and `exit_hidden` (their hidden
-    states there); `deep` of them also have keys of the later layers. `head` [D, H] and `head_ids` [D] are
-    the tokens that can be proposed to this request.
+    states there); `deep` of them also have keys of the later layers. `head_ids` [D] are the tokens that can
+    be proposed to this request; the last of them have their rows in `extra_head`.
     """
 
-    head: torch.Tensor
     head_ids: torch.Tensor
+    extra_head: torch.Tensor | None = None
 
     def __init__(self, config: Any, shape: DraftShape, capacity: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -183,23 +183,22 @@ class DraftRunner:
         self.stack = Stack(config, tensors, pack=False)
         self.norms = {d: tensors[f"norms.{d}.weight"] for d in (shape.exit, shape.layers)}
         self.head, self.head_ids = tensors["head"], tensors["head_ids"]
+        self.head_set = set(self.head_ids.tolist())
         self.context = context_limit(config)
 
     def head_ids_for(self, prompt: list[int]) -> torch.Tensor:
-        """The trimmed head's ids and the prompt's, ascending: answers repeat names that a trimmed vocabulary
-        lacks, and their rows are the target's own, frozen."""
-        if self.full_head is None:
-            return self.head_ids
-        return torch.unique(torch.cat([self.head_ids, torch.tensor(prompt, device=self.head_ids.device)]))
+        """The trimmed head's ids, then those of the prompt's tokens that it lacks: answers repeat names."""
+        extra = sorted(set(prompt) - self.head_set) if self.full_head is not None else []
+        return torch.cat([self.head_ids, torch.tensor(extra, dtype=torch.long, device=self.head_ids.device)])
 
     def new_cache(self, capacity: int, prompt: list[int] | None = None) -> DraftCache:
-        """A cache for one request; `prompt` extends the head (`head_ids_for`)."""
+        """A cache for one request; `prompt` extends the head (`head_ids_for`) by the target's own rows."""
         cache = DraftCache(self.config, self.shape, min(capacity, self.context), self.stack.dtype,
                            self.embedding.device)
-        cache.head, cache.head_ids = self.head, self.head_ids
-        if prompt and self.full_head is not None:
-            cache.head_ids = self.head_ids_for(prompt)
-            cache.head = self.full_head[cache.head_ids]
+        cache.head_ids = self.head_ids_for(prompt or [])
+        if len(cache.head_ids) > len(self.head_ids):
+            assert self.full_head is not None
+            cache.extra_head = self.full_head[cache.head_ids[len(self.head_ids) :]]
         return cache
 
     def forward(self, ids_1N: torch.Tensor, cache: DraftCache, variant: Variant,
@@ -214,7 +213,9 @@ class DraftRunner:
             hidden = cache.exit_hidden[:, length - keep : length]
         else:
             hidden = self.catch_up(cache, variant, keep)
-        return F.linear(self.stack.norm(hidden, self.norms[variant.depth]), cache.head)[0]
+        hidden = self.stack.norm(hidden, self.norms[variant.depth])[0]
+        logits = F.linear(hidden, self.head)
+        return logits if cache.extra_head is None else torch.cat([logits, F.linear(hidden, cache.extra_head)], -1)
 
     def _shallow(self, ids: torch.Tensor, cache: DraftCache, variant: Variant) -> None:
         start, n = cache.lengths[0], ids.shape[1]

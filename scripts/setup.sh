@@ -5,7 +5,7 @@ cd "$ROOT"
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.12 python3.11 python3.10 python3}; do
+    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
             echo "$candidate"
             return

@@ -79,7 +79,7 @@ def test_decoding_needs_none_of_the_training_extras() -> None:
     """The extras are made impossible to import, then everything that a person who decodes uses is loaded."""
     code = """
 import sys
-for name in ("deepspeed", "datasets", "accelerate", "pydantic", "yaml", "pyarrow", "tensorboard"):
+for name in ("deepspeed", "datasets", "accelerate", "pydantic", "pyarrow", "tensorboard"):
     sys.modules[name] = None
 import draftsmith.decode
 from draftsmith.decode import Decoder, SamplingParams, bundle, cli, identity, report, runner, validate

@@ -357,9 +357,9 @@ def test_the_prompts_own_tokens_can_be_proposed(target: Any) -> None:
     runner = DraftRunner(draft.config, draft.shape, draft.portable_state(), embedding, head)
     prompt = [200, 65, 201, 65]
     cache = runner.new_cache(16, prompt)
-    assert cache.head_ids.tolist() == [*range(40), 65, 200, 201, END]
+    assert cache.head_ids.tolist() == [*range(40), END, 65, 200, 201]
     logits = runner.forward(torch.tensor([prompt]), cache, Variant(4))
     trimmed = runner.forward(torch.tensor([prompt]), runner.new_cache(16), Variant(4))
-    assert torch.equal(logits[:, :40], trimmed[:, :40])
+    assert torch.equal(logits[:, :41], trimmed)
     hidden = draft(torch.tensor([prompt]), torch.arange(4)[None], torch.ones(1, 1, 4, 4, dtype=torch.bool).tril())[4]
-    torch.testing.assert_close(logits[:, 40:43], hidden[0] @ head[[65, 200, 201]].T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[:, 41:], hidden[0] @ head[[65, 200, 201]].T, rtol=1e-4, atol=1e-4)

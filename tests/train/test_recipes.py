@@ -336,5 +336,5 @@ def test_quickstart_prompts_by_count(base: Path) -> None:
 
 
 def test_more_quickstart_prompts_than_there_are_is_a_clear_error(base: Path) -> None:
-    with pytest.raises(DraftsmithError, match=r"0 to 2398.*not 100000"):
+    with pytest.raises(DraftsmithError, match=r"0 to 2400.*not 100000"):
         load_prompts(load_recipe(base, ["prompts.train_count=100000"]), "train")
