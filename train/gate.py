@@ -153,7 +153,8 @@ def main() -> None:
         return
     ensure_distributed()
     shape = DraftShape.from_json(read_json(recipe.draft_dir / "draft.json")["shape"])
-    gate, report = train_gate(recipe, traces, shape, inputs)
+    # Another policy or threshold makes another bundle, not another gate.
+    gate, report = train_gate(recipe, traces, shape, inputs_hash(recipe, ["gate"], traces=traces.meta["inputs"]))
     if torch.distributed.get_rank() == 0:
         write_bundle(recipe, gate, report, traces, inputs)
     say(f"gate: on {report.rows} held-out decisions {report.gate:.1f} tokens/s; best fixed variant {report.best_fixed} "
