@@ -91,6 +91,7 @@ def _positions(axis: Any, result: Result) -> None:
     for name, s in result.summary.items():
         if s["by_position"]:
             axis.plot(range(1, len(s["by_position"]) + 1), s["by_position"], marker="o", label=name)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set(title="How often is the i-th drafted token kept?", xlabel="place in the draft",
              ylabel="acceptance among judged", ylim=(0, 1.02))
     if axis.get_legend_handles_labels()[0]:
@@ -112,21 +113,24 @@ def _prompts(axis: Any, result: Result) -> None:
 
 
 def _sources(axis: Any, result: Result) -> None:
-    """One answer, each token coloured by where it came from."""
+    """Some answers, each token coloured by where it came from."""
     axis.set_axis_off()
     axis.set_title(f"Where do the tokens come from? ({result.default})")
-    x, y, step = 0.0, 0.93, 0.075
-    for text, source in result.example:
-        shown = text.replace("\n", "⏎").replace("$", r"\$")
-        width = 0.0128 * max(1, len(text))
-        if x + width > 1:
-            x, y = 0.0, y - step
-        if y < 0.12:
-            break
-        axis.text(x, y, shown, fontsize=8.5, family="monospace", color="white" if source != "bonus" else "black",
-                  bbox={"facecolor": SOURCE_COLOURS[source], "edgecolor": "white", "pad": 1.2},
-                  transform=axis.transAxes)
-        x += width + 0.004
-    for i, (source, colour) in enumerate(SOURCE_COLOURS.items()):
-        axis.text(0.24 * i, 0.0, source, fontsize=8.5, color="white" if source != "bonus" else "black",
-                  bbox={"facecolor": colour, "edgecolor": "white"}, transform=axis.transAxes)
+    step, character, gap = 0.07, 0.0158, 0.014
+    y = 0.93 + 2 * step
+    for answer in result.examples:
+        x, y = 0.0, y - 2 * step
+        for text, source in answer:
+            shown = text.replace("\n", "⏎").replace("$", r"\$")
+            width = character * len(shown) + gap
+            if x + width > 1.02:
+                x, y = 0.0, y - step
+            if y < 0.12:
+                break
+            colour = {"facecolor": SOURCE_COLOURS[source], "edgecolor": "white", "pad": 1.2}
+            axis.text(x, y, shown, fontsize=8.5, family="monospace", color="black" if source == "bonus" else "white",
+                      bbox=colour, transform=axis.transAxes)
+            x += width
+    for i, (source, shade) in enumerate(SOURCE_COLOURS.items()):
+        axis.text(0.24 * i, 0.0, source, fontsize=8.5, color="black" if source == "bonus" else "white",
+                  bbox={"facecolor": shade, "edgecolor": "white"}, transform=axis.transAxes)

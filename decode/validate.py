@@ -54,7 +54,7 @@ class Result:
     rows: list[Row]
     default: str
     summary: dict[str, dict[str, Any]] = field(default_factory=dict)
-    example: list[tuple[str, str]] = field(default_factory=list)  # (text, source) of one default generation
+    examples: list[list[tuple[str, str]]] = field(default_factory=list)  # (text, source) of each token
     machine: str = ""
 
 

@@ -23,7 +23,8 @@ from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.stage import load_prompts, run_job
 from tqdm import tqdm
 
-REFERENCE_PROMPTS = 6  # stock generate is slow, and its speed is not what is being judged
+REFERENCE_PROMPTS = 8  # enough to compare plain decoding with; its speed is not what is being judged
+EXAMPLES = 4
 
 
 def recipe_of(args: argparse.Namespace, manifest: Any) -> Recipe:
@@ -60,8 +61,9 @@ def main() -> None:
     rows = run_methods(decoder, samples, prompts, methods, v.max_tokens, reference, REFERENCE_PROMPTS,
                        lambda schedule: tqdm(schedule, desc="validate", unit="run"))
     result = Result(rows, default, summarise(rows, [*methods, "transformers"]), machine=device_name())
-    example = decoder.generate(prompts[0], SamplingParams(max_tokens=v.max_tokens), default)
-    result.example = [(decoder.tokenizer.decode([t.id]), t.source) for t in example.tokens]
+    for prompt in prompts[:EXAMPLES]:
+        example = decoder.generate(prompt, SamplingParams(max_tokens=v.max_tokens), default)
+        result.examples.append([(decoder.tokenizer.decode([t.id]), t.source) for t in example.tokens])
     misses = check(result.summary, thresholds, default)
     report = write_report(out, result, thresholds, misses, f"Acceptance validation: {recipe.name}")
     update_manifest(args.bundle, evaluation={**bundle.manifest.evaluation, "validation": result.summary})
