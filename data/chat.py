@@ -13,7 +13,22 @@ def prompt_ids(tokenizer: Any, sample: Sample) -> list[int]:
     """Token ids of a sample as a prompt: the chat template with a generation prompt, or the raw text."""
     if sample.messages is None:
         return list(tokenizer(sample.text).input_ids)
-    return chat_ids(tokenizer, sample.messages)
+    messages = list(sample.messages)
+    while messages and messages[-1]["role"] == "assistant":  # a conversation is prompted up to its last answer
+        messages.pop()
+    return chat_ids(tokenizer, messages) if messages else []
+
+
+def encode_prompts(tokenizer: Any, samples: list[Sample], limit: int) -> tuple[list[Sample], list[list[int]]]:
+    """The samples usable as prompts, of 1 to `limit` tokens, with their token ids.
+
+    Raises `DraftsmithError` when none is.
+    """
+    pairs = [(sample, prompt_ids(tokenizer, sample)) for sample in samples]
+    kept = [(sample, ids) for sample, ids in pairs if 0 < len(ids) <= limit]
+    if not kept:
+        raise DraftsmithError(f"none of {len(samples)} prompts has 1 to {limit} tokens")
+    return [sample for sample, _ in kept], [ids for _, ids in kept]
 
 
 def chat_ids(tokenizer: Any, messages: Messages) -> list[int]:

@@ -138,6 +138,17 @@ def save_tensors(path: str | os.PathLike[str], tensors: dict[str, Any]) -> None:
         raise DraftsmithError(f"cannot write {path}: {error}") from error
 
 
+def load_tensors(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a safetensors file; a missing or truncated one is named."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(str(path)))
+    except (SafetensorError, FileNotFoundError, OSError) as error:
+        raise DraftsmithError(f"{path}: missing or damaged ({error})") from error
+
+
 def sha256_file(path: str | os.PathLike[str]) -> str:
     digest = hashlib.sha256()
     with Path(path).open("rb") as file:

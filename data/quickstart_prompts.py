@@ -455,12 +455,21 @@ def _rename(content: str, rng: random.Random) -> str:
     return pattern.sub(lambda m: picks[m[1]] + m[2], content)
 
 
+def _pools(split: str, seed: int) -> dict[str, list[str]]:
+    rng = random.Random(f"{split}-{seed}")
+    return {"sql": _sql_prompts(split, rng), "json": _json_prompts(split, rng)}
+
+
+def available(split: str, seed: int = 0) -> int:
+    """How many prompts `build` can make."""
+    return 2 * min(len(pool) for pool in _pools(split, seed).values())
+
+
 def build(split: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """`count` distinct prompts of a split, kinds alternating; any prefix is spread over all schemas."""
     if split not in SPLITS:
         raise ValueError(f"split must be 'train' or 'heldout', not {split!r}")
-    rng = random.Random(f"{split}-{seed}")
-    pools = {"sql": _sql_prompts(split, rng), "json": _json_prompts(split, rng)}
+    pools = _pools(split, seed)
     most = 2 * min(len(pool) for pool in pools.values())
     if not 0 <= count <= most:
         raise ValueError(f"count must be 0 to {most} for split {split!r}, not {count}")

@@ -9,6 +9,7 @@ from typing import Any
 from .io import DraftsmithError, read_json, read_jsonl, sha256_json
 
 Messages = list[dict[str, str]]
+BINARY = (".json", ".parquet", ".arrow", ".gz", ".zst", ".zip")  # would be read as text, and make no sense
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ def read_samples(path: str | Path, schemas: str | Path | None = None) -> list[Sa
 
     `schemas`: a JSON object of CREATE TABLE texts by database id, for rows that name a database.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.suffix == ".jsonl":
         rows = read_jsonl(path)
         tables = read_json(schemas) if schemas is not None else None
         samples = [parse_row(row, f"{path}, row {i + 1}", i, tables) for i, row in enumerate(rows)]
+    elif path.suffix in BINARY:
+        raise DraftsmithError(f"{path}: expected .jsonl or plain text, not {path.suffix}")
     else:
         if not path.is_file():
             raise DraftsmithError(f"{path}: no such file")
@@ -66,6 +69,11 @@ def read_samples(path: str | Path, schemas: str | Path | None = None) -> list[Sa
         samples = [Sample(str(i), "text", text=part.strip()) for i, part in enumerate(parts) if part.strip()]
     if not samples:
         raise DraftsmithError(f"{path}: holds no prompts or documents")
+    seen: set[str] = set()
+    for number, sample in enumerate(samples, 1):
+        if sample.id in seen:
+            raise DraftsmithError(f"{path}, row {number}: the id '{sample.id}' occurs twice")
+        seen.add(sample.id)
     return samples
 
 

@@ -37,7 +37,6 @@ class Manifest:
     costs: dict[str, Any] = field(default_factory=dict)  # by device name
     provenance: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
-    thresholds: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

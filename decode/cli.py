@@ -29,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--stop", action="append", default=[], help="stop string (repeatable)")
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without chat template")
     generate.add_argument("--color", action="store_true", help="show tokens that came from the draft in green")
+    generate.add_argument("--trust-remote-code", action="store_true", help="let the target's folder run its own code")
     generate.add_argument("--stats", action="store_true", help="print figures to standard error at the end")
     return parser
 
@@ -42,7 +43,7 @@ def run_generate(args: argparse.Namespace) -> None:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not text.strip():
         raise DraftsmithError("the prompt is empty")
-    decoder = Decoder.load(args.bundle, args.target, quiet=not sys.stderr.isatty())
+    decoder = Decoder.load(args.bundle, args.target, not sys.stderr.isatty(), args.trust_remote_code)
     chat = not args.raw and getattr(decoder.tokenizer, "chat_template", None)
     output = None
     for chunk in decoder.stream([{"role": "user", "content": text}] if chat else text, params, args.policy):

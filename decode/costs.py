@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from draftsmith.distill.variants import DraftShape, Variant
+from draftsmith.distill.variants import Variant
 
-from .runner import DraftRunner, Runner
+from .runner import DraftRunner, Runner, synchronise
 
 MAX_DRAFT = 16
 PROBE_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 17)
@@ -40,12 +40,6 @@ class Costs:
         if name in self.step:
             self.step[name] += weight * (min(seconds, 2 * self.step[name]) - self.step[name])
 
-    def to_json(self) -> dict[str, Any]:
-        return {"verify": self.verify, "step": self.step, "catch_up": self.catch_up}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Costs:
-        return cls(list(value["verify"]), dict(value["step"]), float(value["catch_up"]))
 
 
 def interpolate(rows: tuple[int, ...], seconds: list[float]) -> list[float]:
@@ -55,12 +49,14 @@ def interpolate(rows: tuple[int, ...], seconds: list[float]) -> list[float]:
     return [float(x) for x in np.interp(np.arange(1, rows[-1] + 1), rows, seconds)]
 
 
-def _median(repeats: int, run: Callable[..., object], *args: Any) -> float:
+def _median(device: torch.device, repeats: int, run: Callable[..., object], *args: Any) -> float:
     run(*args)
+    synchronise(device)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         run(*args)
+        synchronise(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -78,7 +74,7 @@ def measure_costs(target: Runner, draft: DraftRunner | None, repeats: int = 3) -
         cache.crop(context)
 
     rows = tuple(n for n in PROBE_ROWS if context + n <= target.context)
-    costs = Costs(interpolate(rows, [_median(repeats, verify, n) for n in rows]))
+    costs = Costs(interpolate(rows, [_median(target.device, repeats, verify, n) for n in rows]))
     if draft is None:
         return costs
     context = min(context, draft.context // 2)
@@ -92,17 +88,11 @@ def measure_costs(target: Runner, draft: DraftRunner | None, repeats: int = 3) -
 
     for variant in draft.shape.variants():
         drafts.deep = context
-        costs.step[variant.name] = _median(4 * repeats, step, variant)
+        costs.step[variant.name] = _median(target.device, 4 * repeats, step, variant)
 
     def deep() -> None:
         drafts.deep = max(0, context - 8)
         draft.catch_up(drafts, full, keep=1)
 
-    costs.catch_up = _median(2 * repeats, deep)
+    costs.catch_up = _median(target.device, 2 * repeats, deep)
     return costs
-
-
-def theoretical_speedup(costs: Costs, shape: DraftShape, name: str, acceptance: float, k: int) -> float:
-    """Expected speed-up over one-row decoding at a constant acceptance rate and k drafted tokens."""
-    tokens = sum(acceptance**i for i in range(k + 1))
-    return tokens * costs.rows(1) / (k * costs.step[name] + costs.rows(k + 1))

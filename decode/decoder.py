@@ -89,9 +89,7 @@ class Decoder:
     def assemble(cls, target: Target, bundle: Bundle) -> Decoder:
         """A decoder from a loaded target and bundle; measures costs."""
         runner = load_runner(target)
-        embedding = target.model.get_input_embeddings().weight.detach()
-        head = target.model.get_output_embeddings().weight.detach()
-        draft = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors, embedding, head)
+        draft = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors, target.embedding, target.head)
         target.release()
         return cls(target, runner, draft, bundle, measure_costs(runner, draft))
 
@@ -101,7 +99,9 @@ class Decoder:
             return list(self.tokenizer(prompt).input_ids)
         if all(isinstance(m, dict) for m in prompt) and prompt:
             return chat_ids(self.tokenizer, list(prompt))  # type: ignore[arg-type]
-        ids = [int(i) for i in prompt]  # type: ignore[arg-type]
+        if not all(isinstance(i, int) for i in prompt):
+            raise DraftsmithError("a prompt is a text, a list of token ids, or a list of messages")
+        ids: list[int] = list(prompt)  # type: ignore[arg-type]
         if bad := [i for i in ids if not 0 <= i < self.runner.vocab_size]:
             raise DraftsmithError(f"token id {bad[0]} is outside the target's vocabulary of {self.runner.vocab_size}")
         return ids

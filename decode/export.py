@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ def stock_model(bundle: Bundle, target: Target, depth: int) -> Any:
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:depth]
     config.vocab_size = target.config.vocab_size
-    embedding = target.model.get_input_embeddings().weight.detach()
-    head = target.model.get_output_embeddings().weight.detach()
+    embedding, head = target.embedding, target.head
     config.tie_word_embeddings = embedding.data_ptr() == head.data_ptr()
     model: Any = AutoModelForCausalLM.from_config(config)
     state = {f"model.{k}": v for k, v in bundle.tensors.items()
@@ -48,8 +48,7 @@ def stock_model(bundle: Bundle, target: Target, depth: int) -> Any:
 @torch.no_grad()
 def compare_with_bundle(model: Any, bundle: Bundle, target: Target, depth: int) -> float:
     """Largest difference between the stock model's logits and our runner's, relative to the largest logit."""
-    runner = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors,
-                         target.model.get_input_embeddings().weight.detach())
+    runner = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors, target.embedding)
     generator = torch.Generator().manual_seed(0)
     ids = bundle.tensors["head_ids"][torch.randint(0, len(bundle.tensors["head_ids"]), (1, 24), generator=generator)]
     ours = runner.forward(ids, runner.new_cache(32), Variant(depth))
@@ -64,6 +63,9 @@ def export_huggingface(bundle: Bundle, target: Target, depth: int, out: str | os
     """
     from transformers import AutoModelForCausalLM
 
+    out = Path(out).expanduser().resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DraftsmithError(f"{out}: exists already; an export goes to a new folder")
     with atomic_dir(out) as aside:
         stock_model(bundle, target, depth).save_pretrained(aside)
         target.tokenizer.save_pretrained(aside)

@@ -7,6 +7,7 @@ over the same prefix (DESIGN, section 7, rule 6).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ ROWS = 16
 
 @dataclass
 class Divergence:
-    """The first position (in emitted tokens) where two texts differ. `excused`: within rounding."""
+    """The first position (in emitted tokens) where two texts differ. `margin`: how far the worse of the two
+    tokens lies below the target's best, infinite where one text simply ends. `excused`: within rounding."""
 
     position: int
     margin: float
@@ -50,5 +52,8 @@ def compare(runner: Runner, prompt: Sequence[int], ours: Sequence[int], referenc
               min(len(ours), len(reference)))
     prefix = [*prompt, *reference[:at]]
     one, many = last_logits(runner, prefix, 1), last_logits(runner, prefix, ROWS)
-    top = one.topk(2).values
-    return Divergence(at, float(top[0] - top[1]), float((one - many).abs().max()))
+    rounding = float((one - many).abs().max())
+    if at == min(len(ours), len(reference)):
+        return Divergence(at, math.inf, rounding)
+    # The best token against the worse of the two: at a near-tie any third token is still a fault.
+    return Divergence(at, float(one.max() - torch.minimum(one[ours[at]], one[reference[at]])), rounding)

@@ -14,7 +14,7 @@ from .costs import Costs
 from .meter import PerplexityMeter, log_probs_at
 from .policies import Plan, Policy, Round, View
 from .proposer import METER_ROWS, Draft, ElasticProposer
-from .runner import DraftRunner, Runner
+from .runner import DraftRunner, Runner, synchronise
 from .sampling import Noise, SamplingParams, forbid, process
 from .verify import Verdict, match, token_level
 
@@ -78,11 +78,6 @@ class Stats:
         assert self.emitted == self.accepted + self.corrections + self.bonus + self.ar - self.trimmed
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class Generation:
     """One request: `prefill()` emits the first token, each `round()` at least one more."""
 
@@ -95,6 +90,8 @@ class Generation:
                                   f"{target.context}; shorten it")
         self.params, self.policy, self.target, self.noise, self.costs = params, policy, target, noise, costs
         self.tokens, self.prompt_length = list(prompt), len(prompt)
+        if bad := [i for i in params.stop_token_ids if not 0 <= i < target.vocab_size]:
+            raise DraftsmithError(f"stop token id {bad[0]} is outside the target's vocabulary of {target.vocab_size}")
         self.max_tokens = min(params.max_tokens, target.context - len(prompt))
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         # Before min_tokens neither end-of-sequence nor a stop token can be sampled.

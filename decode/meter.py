@@ -34,7 +34,7 @@ class PerplexityMeter:
 
     def ratio(self, last: int | None = None) -> float | None:
         """ppl_draft / ppl_target over the positions that both judged, or the last of them; None if none."""
-        both = sorted(self.target.keys() & self.draft.keys())
+        both = [i for i in self.target if i in self.draft]  # in the order of the text
         if last is not None:
             if len(both) < last:
                 return None

@@ -43,8 +43,8 @@ def write_report(folder: Path, result: Result, thresholds: dict[str, float], mis
 
 Greedy decoding, methods interleaved on the same prompts in one process, first runs discarded, on {result.machine}.
 Speed-ups are paired geometric means with Student intervals. "The target's own text" compares token ids with plain
-decoding; a difference counts as the target's own only where the two best tokens are closer than the rounding between
-passes of different sizes. Thresholds: {limits}.
+decoding; a difference counts as the target's own only where both tokens lie within 4 times the rounding between
+passes of different sizes of the best one. Thresholds: {limits}.
 
 ![plots](report.png)
 """

@@ -45,6 +45,17 @@ class Runner(Protocol):
     def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
 
 
+def precise(logits: torch.Tensor) -> torch.Tensor:
+    """Logits in float32 at least: probabilities of half-precision models are computed there, as in `transformers`."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device, so that a clock read afterwards means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def load_runner(target: Target) -> Runner:
     """The fastest exact runner for the target."""
     return LeanRunner(target) if is_lean(target.config) else ModuleRunner(target)
@@ -88,7 +99,7 @@ class LeanRunner:
             if (skip := max(0, N - keep - at)) < n:
                 kept.append(x[:, skip:])
         hidden = self.stack.norm(torch.cat(kept, 1) if len(kept) > 1 else kept[0], self.norm_weight)
-        return hidden, self.head(hidden)
+        return hidden, precise(self.head(hidden))
 
 
 class ModuleCache:
@@ -138,7 +149,7 @@ class ModuleRunner:
         out = self.model(input_ids=ids_BN, past_key_values=cache.inner, use_cache=True, output_hidden_states=True,
                          logits_to_keep=keep)
         cache.lengths[0] += n
-        return out.hidden_states[-1][:, -keep:], out.logits[:, -keep:]
+        return out.hidden_states[-1][:, -keep:], precise(out.logits[:, -keep:])
 
 
 class DraftCache:
@@ -215,7 +226,9 @@ class DraftRunner:
             hidden = self.catch_up(cache, variant, keep)
         hidden = self.stack.norm(hidden, self.norms[variant.depth])[0]
         logits = F.linear(hidden, self.head)
-        return logits if cache.extra_head is None else torch.cat([logits, F.linear(hidden, cache.extra_head)], -1)
+        if cache.extra_head is not None:
+            logits = torch.cat([logits, F.linear(hidden, cache.extra_head)], -1)
+        return precise(logits)
 
     def _shallow(self, ids: torch.Tensor, cache: DraftCache, variant: Variant) -> None:
         start, n = cache.lengths[0], ids.shape[1]

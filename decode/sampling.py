@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ class SamplingParams:
     """How to generate one answer; names and meanings as users of vLLM and OpenAI's API expect.
 
     temperature 0 is greedy. `stop` strings end the text and are not part of it; `stop_token_ids` end it
-    and are kept as ids. With a `seed` the text depends on nothing but the seed and the target.
+    and are kept as ids. With a `seed` the text depends on nothing but the seed and the
+    target (up to rounding, as greedy text does).
     """
 
     max_tokens: int = 256
@@ -28,7 +29,6 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     seed: int | None = None
-    extra_stop: frozenset[int] = field(default=frozenset(), repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -120,5 +120,5 @@ class GumbelNoise(Noise):
     def draw(self, probs_V: torch.Tensor, position: int, ids: torch.Tensor | None = None) -> int:
         """argmax of log p + g; `ids` maps entries of a trimmed head to token ids (default: identity)."""
         noise = self.gumbel(position)
-        noise = noise[: probs_V.shape[-1]] if ids is None else noise[ids]
-        return int((probs_V.double().log() + noise).argmax())
+        noise = noise[: probs_V.shape[-1]] if ids is None else noise[ids.cpu()]
+        return int((probs_V.cpu().double().log() + noise).argmax())

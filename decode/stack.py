@@ -88,6 +88,7 @@ class Layer:
         gate, up, down = (need(f"mlp.{n}_proj.weight") for n in ("gate", "up", "down"))
         self.gate_up = self._linear(torch.cat([gate, up]), fuse(["mlp.gate_proj", "mlp.up_proj"], "bias"), pack)
         self.down = self._linear(down, get("mlp.down_proj.bias"), pack)
+        self.gate_bias, self.up_bias = get("mlp.gate_proj.bias"), get("mlp.up_proj.bias")
         self.gate: torch.Tensor | None = None
         self.up: torch.Tensor | None = None
         self.down_T: torch.Tensor | None = None
@@ -190,8 +191,11 @@ class Stack:
         assert layer.gate is not None
         assert layer.up is not None
         assert layer.down_T is not None
-        h = self.act(F.linear(x, layer.gate[:width])) * F.linear(x, layer.up[:width])
-        return h @ layer.down_T[:width]
+        gate_bias, up_bias = layer.gate_bias, layer.up_bias
+        gate = F.linear(x, layer.gate[:width], None if gate_bias is None else gate_bias[:width])
+        up = F.linear(x, layer.up[:width], None if up_bias is None else up_bias[:width])
+        out = (self.act(gate) * up) @ layer.down_T[:width]
+        return out if layer.down.bias is None else out + layer.down.bias
 
 
 class _Place:

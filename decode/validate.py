@@ -104,7 +104,7 @@ def run_methods(decoder: Decoder, samples: list[Sample], prompts: list[list[int]
         found = compare(decoder.runner, prompts[i], outputs[i, row.method], outputs[i, "ar"])
         if found is not None:
             row.text_from_target = found.excused
-            row.divergence = {**asdict(found)}
+            row.divergence = {k: min(v, 1e9) for k, v in asdict(found).items()}  # JSON has no infinity
     return rows
 
 

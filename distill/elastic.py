@@ -44,7 +44,7 @@ def draft_config(target: PretrainedConfig, layers: int) -> PretrainedConfig:
             intermediate_size=4 * target.hidden_size, num_hidden_layers=layers,
             num_attention_heads=target.num_attention_heads,
             num_key_value_heads=getattr(target, "num_key_value_heads", None) or target.num_attention_heads,
-            max_position_embeddings=target.max_position_embeddings,
+            max_position_embeddings=getattr(target, "max_position_embeddings", None) or 2048,
             bos_token_id=target.bos_token_id, eos_token_id=target.eos_token_id, tie_word_embeddings=True,
         )
     if hasattr(config, "quantization_config"):

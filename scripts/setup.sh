@@ -21,7 +21,8 @@ setup() {
     stamp="$(cat setup.cfg pyproject.toml constraints.txt scripts/setup.sh | cksum | cut -d' ' -f1)"
     if [ "$(cat .venv/draftsmith-installed 2>/dev/null)" != "$stamp" ]; then
         echo "Installing into .venv (a few minutes, once) ..." >&2
-        [ -x .venv/bin/python ] || "$python" -m venv .venv || exit 1
+        # Made anew where an interrupted install left it without pip.
+        .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv || exit 1
         # Torch first: the pinned version, so that nothing below chooses a build of several gigabytes.
         .venv/bin/python -m pip install --quiet --constraint constraints.txt torch || exit 1
         .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[train,gguf,dev]' || exit 1

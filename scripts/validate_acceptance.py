@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data import DraftsmithError
-from draftsmith.data.chat import prompt_ids
+from draftsmith.data.chat import encode_prompts
 from draftsmith.data.text import read_samples
 from draftsmith.decode.bundle import device_name, load_bundle, update_manifest
 from draftsmith.decode.decoder import Decoder
@@ -21,6 +21,7 @@ from draftsmith.decode.target import load_target
 from draftsmith.decode.validate import Result, check, run_methods, summarise, transformers_reference
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.stage import load_prompts, run_job
+from pydantic import ValidationError
 from tqdm import tqdm
 
 REFERENCE_PROMPTS = 8  # enough to compare plain decoding with; its speed is not what is being judged
@@ -30,7 +31,10 @@ EXAMPLES = 4
 def recipe_of(args: argparse.Namespace, manifest: Any) -> Recipe:
     if args.recipe:
         return load_recipe(args.recipe)
-    return Recipe.model_validate(manifest.provenance["recipe"])
+    try:
+        return Recipe.model_validate(manifest.provenance["recipe"])
+    except (KeyError, ValidationError) as error:
+        raise DraftsmithError("the bundle holds no recipe that this release reads; name one with --recipe") from error
 
 
 def main() -> None:
@@ -41,23 +45,25 @@ def main() -> None:
     parser.add_argument("--target", help="target folder or hub name (default: the one named in the bundle)")
     parser.add_argument("--count", type=int, help="number of prompts")
     parser.add_argument("--out", help="report folder (default: report, beside the bundle)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the target's folder run its own code")
     args = parser.parse_args()
     bundle = load_bundle(args.bundle)
     recipe = recipe_of(args, bundle.manifest)
     v, thresholds = recipe.validate_, recipe.validate_.thresholds.model_dump()
     out = Path(args.out or Path(args.bundle).resolve().parent / "report")
     samples = read_samples(args.prompts) if args.prompts else load_prompts(recipe, "heldout")
-    samples = samples[: args.count or v.count]
+    samples = samples[: v.count if args.count is None else max(0, args.count)]
     if len(samples) < 2:
         raise DraftsmithError(f"validation compares prompts in pairs and needs at least 2, not {len(samples)}")
-    decoder = Decoder.load(args.bundle, args.target, quiet=False)
+    trust = args.trust_remote_code or recipe.target.trust_remote_code
+    decoder = Decoder.load(args.bundle, args.target, quiet=False, trust_remote_code=trust)
     default = decoder.context.default
     methods = list(dict.fromkeys(["ar", f"fixed({v.k})", "paper", "goodput", default]))
     reference = None
     if v.reference:
-        stock = load_target(args.target or bundle.manifest.target["name"])
+        stock = load_target(args.target or bundle.manifest.target["name"], trust_remote_code=trust)
         reference = transformers_reference(stock.model, stock.eos_ids)
-    prompts = [prompt_ids(decoder.tokenizer, s) for s in samples]
+    samples, prompts = encode_prompts(decoder.tokenizer, samples, decoder.runner.context - v.max_tokens)
     rows = run_methods(decoder, samples, prompts, methods, v.max_tokens, reference, REFERENCE_PROMPTS,
                        lambda schedule: tqdm(schedule, desc="validate", unit="run"))
     result = Result(rows, default, summarise(rows, [*methods, "transformers"]), machine=device_name())
@@ -66,8 +72,8 @@ def main() -> None:
         result.examples.append([(decoder.tokenizer.decode([t.id]), t.source) for t in example.tokens])
     misses = check(result.summary, thresholds, default)
     report = write_report(out, result, thresholds, misses, f"Acceptance validation: {recipe.name}")
-    update_manifest(args.bundle, evaluation={**bundle.manifest.evaluation, "validation": result.summary})
     print(f"\n{table(result)}\n\nReport: {report}")
+    update_manifest(args.bundle, evaluation={**bundle.manifest.evaluation, "validation": result.summary})
     for miss in misses:
         print(f"MISS: {miss}", file=sys.stderr)
     if misses:

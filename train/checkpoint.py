@@ -90,14 +90,18 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def load_checkpoint(engine: Any, folder: Path, inputs: str) -> int:
+def load_checkpoint(engine: Any, folder: Path, inputs: str, discard_stale: bool = False) -> int:
     """Load the newest sound checkpoint into the engine; returns its step, 0 when there is none.
 
-    A damaged one is named and the one before is used. One made from other inputs is refused.
+    A damaged one is named and the one before is used. One made from other inputs is refused, or thrown away.
     """
     for checkpoint in reversed(checkpoints(folder)):
         if problem := damage(checkpoint):
             say(f"checkpoint {checkpoint} is damaged ({problem}); falling back to the one before")
+            continue
+        if read_json(checkpoint / MARKER)["inputs"] != inputs and discard_stale:
+            if rank() == 0:
+                shutil.rmtree(checkpoint)
             continue
         if read_json(checkpoint / MARKER)["inputs"] != inputs:
             raise DraftsmithError(f"{folder}: checkpoints of a different recipe or data; choose another 'out' folder "

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import numpy as np
 import torch
 from draftsmith.data import DraftsmithError
-from draftsmith.data.chat import prompt_ids
+from draftsmith.data.chat import encode_prompts
 from draftsmith.data.io import atomic_dir, save_tensors, write_json
 from draftsmith.data.packing import Batch, collate, pack
 from draftsmith.data.teacher_cache import TeacherCache
@@ -43,7 +44,7 @@ class DistillModule(nn.Module):
         self.inverse = inverse_map(draft.head_ids.cpu(), len(draft.embed))
         self.dtype = training_dtype(recipe.distill.precision, "cuda" if torch.cuda.is_available() else "cpu")
 
-    def forward(self, step_batch: tuple[Batch, int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(self, step_batch: tuple[Batch, int]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Sum of losses over the teacher rows of the batch, with its parts; the int seeds the widths."""
         batch, seed = step_batch
         draft, shape = self.draft, self.draft.shape
@@ -57,17 +58,21 @@ class DistillModule(nn.Module):
         def loss(hidden_BTH: torch.Tensor) -> torch.Tensor:
             # Only rows that carry the loss reach the head.
             logits = draft.logits(hidden_BTH.flatten(0, 1)[rows])
-            return forward_kl_sparse(logits.float(), *teacher, self.d.temperature).sum()
+            return forward_kl_sparse(logits.float(), *teacher, self.d.temperature)
 
         with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             exits = draft(ids, position, mask)
-            parts = {f"kl_{depth}L": loss(hidden) for depth, hidden in exits.items()}
-            whole = parts[f"kl_{shape.layers}L"] + self.d.exit_weight * parts[f"kl_{shape.exit}L"]
+            rows_of = {f"kl_{depth}L": loss(hidden) for depth, hidden in exits.items()}
+            whole = rows_of[f"kl_{shape.layers}L"].sum() + self.d.exit_weight * rows_of[f"kl_{shape.exit}L"].sum()
             if self.d.narrow_weight > 0:
-                narrow = draft(ids, position, mask, self._sample_widths(position, batch, seed))
-                parts["kl_narrow"] = loss(narrow[shape.layers])
-                whole = whole + self.d.narrow_weight * parts["kl_narrow"]
-        return whole, {k: v.detach() for k, v in parts.items()}
+                widths = self._sample_widths(position, batch, seed)
+                narrow = loss(draft(ids, position, mask, widths)[shape.layers])
+                whole = whole + self.d.narrow_weight * narrow.sum()
+                for bucket, width in zip(shape.buckets, self.widths.tolist(), strict=True):
+                    rows_of[f"kl_{shape.layers}L_width_{bucket:g}"] = narrow[widths.flatten()[rows] == width]
+        parts = {k: (v.detach().sum(), torch.tensor(len(v))) for k, v in rows_of.items()}
+        parts["tokens"] = ((batch.document_BT >= 0).sum(), torch.tensor(1))
+        return whole, parts
 
     def _sample_widths(self, position_BT: torch.Tensor, batch: Batch, seed: int) -> torch.Tensor:
         """A width for each (document, branch, span of 8 positions)."""
@@ -84,22 +89,32 @@ class PackedData:
     def __init__(self, cache: TeacherCache, recipe: Recipe, rank: int, world: int) -> None:
         self.cache, self.d, self.seed, self.rank, self.world = cache, recipe.distill, recipe.seed, rank, world
         self.per_step = self.d.micro_batch * self.d.accumulation * world
-        self.epochs: dict[int, list[list[int]]] = {}
-        self.lengths = [len(cache[i].tokens) for i in range(len(cache))]
+        self.starts = [0]  # number of the first block of each epoch packed so far
+        self.packed: tuple[int, list[list[int]]] = (-1, [])
+        documents = [cache[i] for i in range(len(cache))]
+        # A document whose prompt fills a block has no row left to learn from.
+        self.kept = [i for i, doc in enumerate(documents) if doc.row_token[0] < self.d.block]
+        self.lengths = [len(documents[i].tokens) for i in self.kept]
+        if not self.kept:
+            raise DraftsmithError(f"every prompt is longer than a block of {self.d.block} tokens: raise distill.block")
+        cut = sum(n > self.d.block for n in self.lengths)
+        if len(self.kept) < len(documents) or cut:
+            say(f"distill: {len(documents) - len(self.kept)} documents left out and {cut} cut, being longer than a "
+                f"block of {self.d.block} tokens (distill.block)")
 
     def _epoch(self, epoch: int) -> list[list[int]]:
-        if epoch not in self.epochs:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.cache))
-            packed = pack([self.lengths[i] for i in order], self.d.block)
-            self.epochs = {epoch: [[int(order[i]) for i in block] for block in packed]}
-        return self.epochs[epoch]
+        if self.packed[0] != epoch:
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.kept))
+            blocks = pack([self.lengths[i] for i in order], self.d.block)
+            self.packed = (epoch, [[self.kept[order[i]] for i in block] for block in blocks])
+        return self.packed[1]
 
     def _block(self, number: int) -> list[int]:
         """Documents of the n-th block of the endless stream of epochs."""
-        epoch = 0
-        while number >= (n := len(self._epoch(epoch))):
-            number, epoch = number - n, epoch + 1
-        return self._epoch(epoch)[number]
+        while number >= self.starts[-1]:
+            self.starts.append(self.starts[-1] + len(self._epoch(len(self.starts) - 1)))
+        epoch = bisect.bisect_right(self.starts, number) - 1
+        return self._epoch(epoch)[number - self.starts[epoch]]
 
     def batches(self, step: int) -> list[tuple[Batch, int]]:
         """This rank's micro-batches of a step, each with the seed of its widths."""
@@ -114,15 +129,14 @@ class PackedData:
 def heldout_acceptance(runner: Runner, draft: ElasticDraft, target: Target, recipe: Recipe) -> dict[str, float]:
     """True acceptance by the production loop, greedy, on held-out prompts, for the largest variant and the exit."""
     d = recipe.distill
-    model = target.model
-    live = DraftRunner(draft.config, draft.shape, draft.portable_state(), model.get_input_embeddings().weight,
-                       model.get_output_embeddings().weight)
+    live = DraftRunner(draft.config, draft.shape, draft.portable_state(), target.embedding, target.head)
     out = {}
+    samples = load_prompts(recipe, "heldout")
+    _, prompts = encode_prompts(target.tokenizer, samples, runner.context - d.eval_tokens)
     for variant in (draft.shape.variants()[-1], draft.shape.variants()[0]):
         accepted = rejected = steps = emitted = 0
-        for sample in load_prompts(recipe, "heldout")[: d.eval_prompts]:
-            params = SamplingParams(max_tokens=d.eval_tokens)
-            generation = Generation(prompt_ids(target.tokenizer, sample), params, Fixed(d.eval_k, variant), runner,
+        for prompt in prompts[: d.eval_prompts]:
+            generation = Generation(prompt, SamplingParams(max_tokens=d.eval_tokens), Fixed(d.eval_k, variant), runner,
                                     live, Noise(), target.eos_ids)
             tokens = generation.prefill()
             while generation.emitted < generation.max_tokens and not target.eos_ids & {t.id for t in tokens}:
@@ -162,7 +176,8 @@ def save_draft(recipe: Recipe, draft: ElasticDraft, inputs: str, figures: dict[s
     with atomic_dir(recipe.draft_dir) as aside:
         save_tensors(aside / "draft.safetensors", draft.portable_state())
         write_json(aside / "draft.json", {"config": draft.config.to_dict(), "shape": draft.shape.to_json(),
-                                          "heldout": figures})
+                                          "heldout": figures, "recipe": recipe.model_dump(
+                                              mode="json", include={"target", "draft", "distill"})})
         mark_done(aside / "stage.json", inputs)
 
 
@@ -172,7 +187,8 @@ def main() -> None:
     d = recipe.distill
     cache = TeacherCache(recipe.cache_dir, {"temperature": d.temperature, "k": recipe.respond.k,
                                             "corpus_hash": prompts_hash(recipe, "train")})
-    inputs = inputs_hash(recipe, ["target", "draft", "distill"], cache=[s["sha256"] for s in cache.manifest.shards])
+    inputs = inputs_hash(recipe, ["target", "draft", "distill"], cache=[s["sha256"] for s in cache.manifest.shards],
+                         exclude={"save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_k"})
     if is_done(recipe.draft_dir / "stage.json", inputs):
         say(f"distill: {recipe.draft_dir} is up to date, nothing to do")
         return
@@ -207,6 +223,8 @@ def main() -> None:
     fit(DistillModule(draft, recipe), data.batches, rows, settings, recipe.folder, inputs, d.micro_batch, evaluate,
         d.eval_every)
     if rank == 0:
+        if not figures:  # resumed after the last evaluation
+            evaluate(d.steps)
         save_draft(recipe, draft, inputs, figures)
         say(f"distill: draft written to {recipe.draft_dir}")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from draftsmith.data import DraftsmithError
-from draftsmith.data.io import read_json, sha256_json
+from draftsmith.data.io import load_tensors, read_json, sha256_json
 from draftsmith.data.teacher_cache import load_manifest
 from draftsmith.data.traces import Traces, read_traces
 from draftsmith.decode.bundle import Manifest, device_name, save_bundle
@@ -52,13 +52,14 @@ class GateModule(nn.Module):
         for name, value in table.items():
             self.register_buffer(name, value, persistent=False)
 
-    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         rows = rows.to(self.features.device)
         weights = soft_weights(self.gate(self.features[rows]), self.edges)
         tokens, seconds = (weights * self.tokens[rows]).sum(), (weights * self.seconds[rows]).sum()
         rate = (tokens / seconds).detach()  # of this batch: the running ratio of sums
         # Divided by lambda, so that the loss is in tokens however fast the machine is.
-        return rate * seconds - tokens, {"tokens": tokens.detach(), "tokens_per_second": rate * len(rows)}
+        return rate * seconds - tokens, {"tokens_per_round": (tokens.detach(), len(rows)),
+                                         "tokens_per_second": (rate, 1)}
 
 
 def split_rows(traces: Traces, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +88,7 @@ def train_gate(recipe: Recipe, traces: Traces, shape: DraftShape, inputs: str) -
 
     module = GateModule(gate, train, shape, g.k)
     fit(module, batches, len, Settings("gate", g.steps, g.lr, final_lr=0.1, weight_decay=0.01, save_every=g.steps),
-        recipe.folder, inputs)
+        recipe.folder, inputs, discard_stale=True)
     gate.cpu().eval()
     return gate, evaluate_gate(gate, held, shape, g.k)
 
@@ -97,13 +98,14 @@ def acceptance_by_variant(traces: Traces) -> dict[str, float]:
     return {name: float(a) for name, a in zip(traces.meta["variants"], mean, strict=True)}
 
 
-def provenance(recipe: Recipe) -> dict[str, Any]:
+def provenance(recipe: Recipe, trained_with: dict[str, Any]) -> dict[str, Any]:
     import deepspeed
     import transformers
 
     cache = load_manifest(recipe.cache_dir)
     return {
-        "recipe": recipe.model_dump(mode="json", by_alias=True), "data": sha256_json(cache.shards),
+        # What was overridden for the draft was overridden there, not here.
+        "recipe": {**recipe.model_dump(mode="json", by_alias=True), **trained_with}, "data": sha256_json(cache.shards),
         "corpus_hash": cache.corpus_hash, "versions": {
             "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
             "deepspeed": deepspeed.__version__}, "commit": commit(),
@@ -122,8 +124,6 @@ def commit() -> str | None:
 
 
 def write_bundle(recipe: Recipe, gate: Gate, report: GateReport, traces: Traces, inputs: str) -> None:
-    from safetensors.torch import load_file
-
     facts = read_json(recipe.draft_dir / "draft.json")
     target = load_manifest(recipe.cache_dir).target
     meta = traces.meta
@@ -135,11 +135,11 @@ def write_bundle(recipe: Recipe, gate: Gate, report: GateReport, traces: Traces,
                 "paper": recipe.bundle.paper,
                 "goodput": {"acceptance": acceptance_by_variant(traces), "margin": meta["margin"]}},
         gate={"features": gate.inner.in_features, "hidden": gate.inner.out_features, "report": asdict(report)},
-        costs={device_name(): costs}, provenance={**provenance(recipe), "inputs": inputs},
-        evaluation={"heldout": facts["heldout"]}, thresholds=recipe.validate_.thresholds.model_dump(),
+        costs={device_name(): costs}, provenance={**provenance(recipe, facts["recipe"]), "inputs": inputs},
+        evaluation={"heldout": facts["heldout"]},
     )
     _, tokenizer = load_description(recipe.target.name, recipe.target.trust_remote_code)
-    save_bundle(recipe.bundle_dir, manifest, load_file(str(recipe.draft_dir / "draft.safetensors")), gate, tokenizer)
+    save_bundle(recipe.bundle_dir, manifest, load_tensors(recipe.draft_dir / "draft.safetensors"), gate, tokenizer)
 
 
 def main() -> None:

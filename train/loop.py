@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from draftsmith.data import DraftsmithError
+from draftsmith.data.io import write_text
 from torch import nn
 from tqdm import tqdm
 
@@ -52,6 +53,8 @@ def ensure_distributed() -> None:
         # One rank has nobody to share memory with: without this DeepSpeed compiles its collective for it.
         known = getattr(deepspeed.ops, "__compatible_ops__", {})
         known.update({name: False for name in known if "shm" in name})
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed(dist_backend=None if torch.cuda.is_available() else "gloo", verbose=False)
 
 
@@ -90,19 +93,20 @@ class Log:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self.board = SummaryWriter(str(folder / "tb" / name), purge_step=step)
+        self.board = SummaryWriter(str(folder / "tb" / name), purge_step=step + 1)
         path = folder / f"{name}.jsonl"
         kept = []
         if path.is_file():
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
-                    if json.loads(line)["step"] < step:
+                    if json.loads(line)["step"] <= step:
                         kept.append(line)
                 except (json.JSONDecodeError, KeyError):
                     continue  # the last line of a killed run
+        if kept or path.is_file():
+            write_text(path, "".join(line + "\n" for line in kept))
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("w", encoding="utf-8")
-        self.file.writelines(line + "\n" for line in kept)
+        self.file = path.open("a", encoding="utf-8")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         if self.active:
@@ -129,17 +133,19 @@ def total(value: float, device: torch.device) -> float:
 def fit(
     module: nn.Module, batches: Callable[[int], list[Any]], count: Callable[[Any], int], settings: Settings,
     folder: Path, inputs: str, micro_batch: int = 1, evaluate: Callable[[int], dict[str, float]] | None = None,
-    eval_every: int = 10**9,
+    eval_every: int = 10**9, discard_stale: bool = False,
 ) -> Any:
     """Train `module` for settings.steps steps; returns the engine.
 
     `batches(step)`: this rank's micro-batches of a step, a function of the step alone (so is the data's
-    position on resume). `module(batch)` returns (sum of losses, {name: sum of a part}) over
-    `count(batch)` units; gradients are normalised by the units of all ranks and micro-batches together.
+    position on resume). `module(batch)` returns the sum of losses over `count(batch)` units and
+    {name: (sum, number)} of what is logged as a mean ("tokens" as a rate); gradients are normalised by the
+    units of all ranks and micro-batches together. A checkpoint of other inputs is refused, or thrown away
+    where `discard_stale` says that the job is quickly done again.
     """
     engine = make_engine(module, settings, micro_batch)
     checkpoints = folder / "checkpoints" / settings.name
-    start = load_checkpoint(engine, checkpoints, inputs)
+    start = load_checkpoint(engine, checkpoints, inputs, discard_stale)
     if start:
         say(f"{settings.name}: resuming after step {start}")
     log = Log(folder, settings.name, start)
@@ -155,27 +161,33 @@ def fit(
             group["lr"] = rate
         parts = batches(step)
         units = total(float(sum(count(b) for b in parts)), engine.device)
-        sums: dict[str, float] = {}
+        sums: dict[str, tuple[float, float]] = {}
         for batch in parts:
             loss, metrics = engine(batch)
             # DeepSpeed divides by the accumulation steps and averages over ranks; undone here, so that
             # every unit weighs the same wherever it was.
             engine.backward(loss * (settings.accumulation * world / units))
             engine.step()
-            for key, value in {"loss": loss.detach(), **metrics}.items():
-                sums[key] = sums.get(key, 0.0) + float(value)
-        means = {f"train/{k}": total(v, engine.device) / units for k, v in sums.items()}
+            for key, (value, number) in {"loss": (loss.detach(), count(batch)), **metrics}.items():
+                before = sums.get(key, (0.0, 0.0))
+                sums[key] = (before[0] + float(value), before[1] + float(number))
+        means = {f"train/{k}": total(v, engine.device) / max(1.0, total(n, engine.device))
+                 for k, (v, n) in sums.items() if k != "tokens"}
         if not math.isfinite(means["train/loss"]):
             raise DraftsmithError(f"{settings.name}: the loss is not finite at step {step}; lower lr, or look at the "
                                   "data")
         seconds = time.perf_counter() - began
-        log.scalars(step, {**means, "train/lr": rate, "train/units_per_second": units / seconds})
-        bar.set_postfix(loss=f"{means['train/loss']:.3f}", refresh=False)
         done = step + 1
+        scalars = {**means, "train/lr": rate, "train/rows_per_second": units / seconds}
+        if tokens := sums.get("tokens"):
+            scalars["train/tokens_per_second"] = total(tokens[0], engine.device) / seconds
+        bar.set_postfix(loss=f"{means['train/loss']:.3f}", refresh=False)
+        # Measured and logged before the checkpoint: a job resumed from it has them already.
+        if evaluate is not None and (done % eval_every == 0 or done == settings.steps):
+            scalars.update(evaluate(done))
+        log.scalars(done, scalars)
         if done % settings.save_every == 0 or done == settings.steps:
             save_checkpoint(engine, checkpoints, done, inputs)
-        if evaluate is not None and (done % eval_every == 0 or done == settings.steps):
-            log.scalars(done, evaluate(done))
     bar.close()
     log.close()
     return engine

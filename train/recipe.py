@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import nearest
+from draftsmith.decode.costs import MAX_DRAFT
 from draftsmith.decode.policies import PaperSettings
+from draftsmith.distill.variants import DraftShape
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 
@@ -87,11 +90,11 @@ class DistillSection(Section):
     warmup: int = Field(20, ge=0)
     final_lr: float = Field(0.05, ge=0, le=1, description="share of lr at the last step (cosine)")
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.98)
     clip: float = Field(1.0, ge=0)
     exit_weight: float = Field(0.5, ge=0, description="weight of the early exit's loss")
     narrow_weight: float = Field(0.5, ge=0, description="weight of the pass with sampled widths")
-    zero_stage: int = Field(0, ge=0, le=3)
+    zero_stage: int = Field(0, ge=0, le=2)
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="of matrix products; weights stay fp32")
     save_every: int = Field(100, ge=1)
     eval_every: int = Field(100, ge=1)
@@ -166,11 +169,17 @@ class Recipe(Section):
     def _exit(self) -> Recipe:
         if self.draft.exit >= len(self.draft.init_layers):
             raise ValueError(f"draft.exit is {self.draft.exit}, but the draft has {len(self.draft.init_layers)} layers")
+        found = re.fullmatch(r"fixed\((\d+)(?:,\s*(.+))?\)", self.bundle.policy)
+        shape = DraftShape(len(self.draft.init_layers), self.draft.exit, tuple(self.draft.buckets), 1, 1, 1)
+        names = [v.name for v in shape.variants()]
+        if found and (not 1 <= int(found[1]) <= MAX_DRAFT or found[2] not in (None, *names)):
+            raise ValueError(f"bundle.policy '{self.bundle.policy}': k is 1 to {MAX_DRAFT}, variants are "
+                             f"{', '.join(names)}")
         return self
 
     @property
     def folder(self) -> Path:
-        return Path(self.out)
+        return Path(self.out).expanduser()
 
     @property
     def cache_dir(self) -> Path:

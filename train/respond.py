@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from draftsmith.data import DraftsmithError
-from draftsmith.data.chat import assistant_mask, prompt_ids
+from draftsmith.data.chat import assistant_mask, encode_prompts, prompt_ids
 from draftsmith.data.teacher_cache import CacheManifest, CacheWriter, Document, teacher_rows
 from draftsmith.data.text import Sample, corpus_hash
 from draftsmith.decode.batch import Answer, generate_batch
@@ -19,7 +19,7 @@ from draftsmith.decode.linear import training_dtype
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.target import Target, load_target
 from draftsmith.train.recipe import Recipe, parse_args
-from draftsmith.train.stage import load_prompts, run_job, say
+from draftsmith.train.stage import load_prompts, rank, run_job, say
 from tqdm import tqdm
 
 
@@ -41,17 +41,9 @@ def answers_to_document(prompt: list[int], answers: list[Answer]) -> Document:
 def respond(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter, samples: list[Sample]) -> None:
     """Generate answers shard by shard, from the first shard that is not yet written."""
     r = recipe.respond
-    prompts, skipped = [], 0
-    for sample in samples:
-        ids = prompt_ids(target.tokenizer, sample)
-        if 0 < len(ids) <= r.max_prompt_tokens and len(ids) + r.max_tokens <= runner.context:
-            prompts.append(ids)
-        else:
-            skipped += 1
-    if skipped:
+    _, prompts = encode_prompts(target.tokenizer, samples, min(r.max_prompt_tokens, runner.context - r.max_tokens))
+    if skipped := len(samples) - len(prompts):
         say(f"respond: left out {skipped} empty or over-long prompts (respond.max_prompt_tokens)")
-    if not prompts:
-        raise DraftsmithError("no prompt is usable: all are empty or over respond.max_prompt_tokens")
     done = writer.documents
     left = prompts[done:]
     shard_of = [j // r.shard_documents for j in range(len(left))]
@@ -120,6 +112,8 @@ def score(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter, s
 def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
     recipe: Recipe = args.recipe
+    if rank() != 0:  # one writer; the launcher may have started more
+        return
     samples = load_prompts(recipe, "train")
     dtype = training_dtype(recipe.respond.precision, "cuda" if torch.cuda.is_available() else "cpu")
     target = load_target(recipe.target.name, dtype, trust_remote_code=recipe.target.trust_remote_code)
@@ -127,7 +121,8 @@ def main() -> None:
     manifest = CacheManifest(
         target={"name": recipe.target.name, **fingerprint}, tokenizer_hash=fingerprint["tokenizer_hash"],
         corpus_hash=corpus_hash(samples), k=recipe.respond.k, temperature=recipe.distill.temperature,
-        settings={"seed": recipe.seed, **recipe.respond.model_dump(mode="json"), "dtype": str(dtype)},
+        settings={"seed": recipe.seed, "weights": target.signature,
+                  **recipe.respond.model_dump(mode="json", exclude={"batch", "shard_documents"}), "dtype": str(dtype)},
     )
     writer = CacheWriter(recipe.cache_dir, manifest)
     if writer.manifest.complete:

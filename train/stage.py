@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,11 @@ def run_job(main: Callable[[], None], name: str) -> None:
         sys.exit(130)
 
 
-def inputs_hash(recipe: Recipe, sections: Sequence[str], **upstream: Any) -> str:
-    """Hash of the recipe sections that decide a stage's output and of what it reads."""
+def inputs_hash(recipe: Recipe, sections: Sequence[str], exclude: Collection[str] = (), **upstream: Any) -> str:
+    """Hash of the recipe sections that decide a stage's output, less the keys in `exclude`, and of what it reads."""
     content = recipe.model_dump(mode="json")
-    return sha256_json({"sections": {s: content[s] for s in sections}, "seed": recipe.seed, **upstream})
+    chosen = {s: {k: v for k, v in content[s].items() if k not in exclude} for s in sections}
+    return sha256_json({"sections": chosen, "seed": recipe.seed, **upstream})
 
 
 def is_done(marker: Path, inputs: str) -> bool:
@@ -62,12 +63,15 @@ def load_prompts(recipe: Recipe, split: str) -> list[Sample]:
     return samples[split]
 
 
-def _load(recipe: Recipe, split: str) -> list[Sample]:
+def _load(recipe: Recipe, split: str, spare: bool = False) -> list[Sample]:
+    """`spare`: fewer than asked will do."""
     source: str = getattr(recipe.prompts, split)
     count: int = getattr(recipe.prompts, f"{split}_count")
     if source == "quickstart":
-        from draftsmith.data.quickstart_prompts import build
+        from draftsmith.data.quickstart_prompts import available, build
 
+        if spare:
+            count = min(count, available(split, recipe.seed))
         try:
             rows = build(split, count, recipe.seed)
         except ValueError as error:
@@ -88,7 +92,7 @@ def load_trace_prompts(recipe: Recipe) -> list[Sample]:
     """
     train, count = recipe.prompts.train_count, recipe.trace.prompts
     fresh = _load(recipe.model_copy(update={"prompts": recipe.prompts.model_copy(
-        update={"train_count": train + count})}), "train")[train:]
+        update={"train_count": train + count})}), "train", spare=True)[train:]
     held = {str(s.messages or s.text) for s in _load(recipe, "heldout")}
     fresh = [s for s in fresh if str(s.messages or s.text) not in held]
     if len(fresh) < count:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from draftsmith.data import DraftsmithError
-from draftsmith.data.chat import prompt_ids
-from draftsmith.data.io import read_json
+from draftsmith.data.chat import encode_prompts
+from draftsmith.data.io import load_tensors, read_json
 from draftsmith.data.text import Sample
 from draftsmith.data.traces import HORIZON, Traces, read_meta, write_traces
 from draftsmith.decode.costs import Costs, measure_costs
@@ -22,7 +22,7 @@ from draftsmith.decode.sampling import GumbelNoise, SamplingParams, process
 from draftsmith.decode.target import Target, load_target
 from draftsmith.distill.variants import DraftShape, Variant
 from draftsmith.train.recipe import Recipe, parse_args
-from draftsmith.train.stage import inputs_hash, load_trace_prompts, run_job, say
+from draftsmith.train.stage import inputs_hash, load_trace_prompts, rank, run_job, say
 from tqdm import tqdm
 
 
@@ -101,10 +101,11 @@ def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, 
     columns: dict[str, list[Any]] = {k: [] for k in ("prompt", "position", "features", "acceptance", "variant",
                                                      "drafted", "accepted")}
     pairs: list[tuple[float, float]] = []
-    for number, sample in enumerate(tqdm(samples, desc="trace", unit="prompt")):
+    samples, prompts = encode_prompts(target.tokenizer, samples, min(runner.context, draft.context) - t.max_tokens)
+    for number, prompt in enumerate(tqdm(prompts, desc="trace", unit="prompt")):
         variant: Variant = variants[number % len(variants)]
         recorder = Recorder()
-        generation = Generation(prompt_ids(target.tokenizer, sample), params, Logged(t.k, variant), runner, draft,
+        generation = Generation(prompt, params, Logged(t.k, variant), runner, draft,
                                 GumbelNoise(recipe.seed, runner.vocab_size, number), target.eos_ids, costs)
         generation.on_round = recorder.on_round
         fresh = generation.prefill()
@@ -119,7 +120,7 @@ def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, 
         accepted = teacher_forced_acceptance(runner, draft, ids, generation.prompt_length, params)
         accepted = np.pad(accepted, ((0, 0), (0, HORIZON)), constant_values=np.nan)
         for row in recorder.rows:
-            columns["prompt"].append(sample.id)
+            columns["prompt"].append(samples[number].id)
             columns["acceptance"].append(accepted[:, row["position"] : row["position"] + HORIZON])
             for key, value in row.items():
                 columns[key].append(value)
@@ -138,20 +139,19 @@ def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, 
 
 def load_draft(recipe: Recipe, target: Target) -> DraftRunner:
     """The distilled draft, ready to run."""
-    from safetensors.torch import load_file
     from transformers import AutoConfig
 
     facts = read_json(recipe.draft_dir / "draft.json")
-    tensors = load_file(str(recipe.draft_dir / "draft.safetensors"))
-    embedding = target.model.get_input_embeddings().weight.detach()
-    head = target.model.get_output_embeddings().weight.detach()
+    tensors = load_tensors(recipe.draft_dir / "draft.safetensors")
     config, shape = AutoConfig.for_model(**facts["config"]), DraftShape.from_json(facts["shape"])
-    return DraftRunner(config, shape, tensors, embedding, head)
+    return DraftRunner(config, shape, tensors, target.embedding, target.head)
 
 
 def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
     recipe: Recipe = args.recipe
+    if rank() != 0:  # one writer, and undisturbed timings
+        return
     samples = load_trace_prompts(recipe)
     drafted = read_json(recipe.draft_dir / "stage.json")["inputs"]
     inputs = inputs_hash(recipe, ["trace"], draft=drafted, prompts=[str(s.messages or s.text) for s in samples])

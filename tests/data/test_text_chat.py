@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from conftest import END, make_tokenizer
 from draftsmith.data import DraftsmithError
-from draftsmith.data.chat import assistant_mask, chat_ids, prompt_ids
+from draftsmith.data.chat import assistant_mask, chat_ids, encode_prompts, prompt_ids
+from draftsmith.data.io import write_jsonl
 from draftsmith.data.text import Sample, corpus_hash, read_samples
 from draftsmith.data.vocabulary import first_difference, tokenizer_hash, vocabulary
 
@@ -186,3 +187,30 @@ def test_the_tokenizer_hash_is_of_the_content(tokenizer: Any) -> None:
     again.add_tokens(["<|extra|>"])
     assert tokenizer_hash(tokenizer) != tokenizer_hash(again)
     assert first_difference(vocabulary(tokenizer), vocabulary(again)) is None
+
+
+def test_an_id_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    """Figures are paired by id: a second prompt of the same name would be judged against the first one's text."""
+    write_jsonl(tmp_path / "p.jsonl", [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}])
+    with pytest.raises(DraftsmithError, match="row 2: the id 'a' occurs twice"):
+        read_samples(tmp_path / "p.jsonl")
+
+
+def test_a_file_that_only_looks_like_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("[]")
+    with pytest.raises(DraftsmithError, match="not .json"):
+        read_samples(tmp_path / "p.json")
+
+
+def test_a_conversation_is_prompted_up_to_its_last_answer(tokenizer: Any) -> None:
+    whole = Sample("1", "chat", messages=[QUESTION, ANSWER])
+    assert prompt_ids(tokenizer, whole) == prompt_ids(tokenizer, Sample("1", "chat", messages=[QUESTION]))
+
+
+def test_unusable_prompts_are_left_out_and_none_left_is_an_error(tokenizer: Any) -> None:
+    samples = [Sample(str(i), "text", text=t) for i, t in enumerate(["", "short", "x" * 50])]
+    kept, ids = encode_prompts(tokenizer, samples, 10)
+    assert [s.id for s in kept] == ["1"]
+    assert [len(i) for i in ids] == [5]
+    with pytest.raises(DraftsmithError, match="none of 3 prompts has 1 to 2 tokens"):
+        encode_prompts(tokenizer, samples, 2)

@@ -257,6 +257,30 @@ def test_an_export_that_differs_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_export_never_replaces_a_folder_that_holds_something(
+    bundle_folder: Path, target: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(DraftsmithError, match="exists already"):
+        export_huggingface(load_bundle(bundle_folder), target, 4, tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_target_outside_the_llama_family_gets_a_llama_shaped_draft_and_its_own_text(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=259, n_positions=128, n_embd=32, n_layer=2, n_head=4, eos_token_id=258)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "t")
+    make_tokenizer().save_pretrained(tmp_path / "t")
+    loaded = load_target(str(tmp_path / "t"))
+    make_bundle(tmp_path / "b", loaded, make_draft(loaded, head=40), str(tmp_path / "t"))
+    decoder = Decoder.load(tmp_path / "b")
+    texts = {tuple(decoder.generate("zebra", GREEDY, policy).token_ids) for policy in ("ar", "fixed(3)", "goodput")}
+    assert len(texts) == 1
+
+
 # The margin rule
 
 
@@ -279,8 +303,10 @@ def test_a_real_mismatch_is_found_and_not_excused(target: Any, ours: str) -> Non
     found = compare(runner, prompt, texts[ours], reference)
     assert found is not None
     assert found.position == {"changed": 7, "cut off": 15, "too long": 20}[ours]
-    top = last_logits(runner, [*prompt, *reference[: found.position]], 1).topk(2).values
-    assert found.margin == pytest.approx(float(top[0] - top[1]))
+    logits = last_logits(runner, [*prompt, *reference[: found.position]], 1)
+    # The wrong token against the best, not the runner-up; a text that merely ends is never excused.
+    wrong = {"changed": float(logits.max() - logits[texts[ours][7]])}.get(ours, float("inf"))
+    assert found.margin == pytest.approx(wrong)
     assert found.rounding < 1e-3
     assert not found.excused
 

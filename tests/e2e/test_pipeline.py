@@ -74,9 +74,9 @@ def test_tensorboard_has_losses_acceptance_learning_rate_and_speed(folder: Path)
     assert {
         "train/kl_4L",
         "train/kl_2L",
-        "train/kl_narrow",
+        "train/kl_4L_width_0.75",
         "train/lr",
-        "train/units_per_second",
+        "train/tokens_per_second",
         "heldout/acceptance_4L",
     } <= tags
 

@@ -34,7 +34,7 @@ texts = []
 for ids in jobs["prompts"]:
     ids = torch.tensor([ids])
     out_ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False,
-                             eos_token_id=jobs["eos"], pad_token_id=jobs["eos"][0])
+                             eos_token_id=jobs["eos"] or None, pad_token_id=min(jobs["eos"], default=0))
     texts.append(out_ids[0, ids.shape[1]:].tolist())
 json.dump(texts, open(out, "w"))
 """
@@ -68,7 +68,7 @@ def main() -> None:
             if found is not None and found.excused:
                 excused += 1
             elif found is not None:
-                failures.append({"policy": policy, "prompt": i, **asdict(found)})
+                failures.append({"policy": policy, "prompt": i, **{k: min(v, 1e9) for k, v in asdict(found).items()}})
     texts = len(prompts) * len(POLICIES)
     conclude(
         "identity",

@@ -43,7 +43,6 @@ def launch(job: str, recipe: Path, *overrides: str) -> subprocess.Popen[bytes]:
 def kill(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL to the launcher and the ranks it started."""
     os.killpg(process.pid, signal.SIGKILL)
-    subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
     process.wait()
 
 

@@ -3,6 +3,7 @@ datasets. With a bundle (runs/quickstart/bundle by default, where it exists) it 
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,8 @@ def run(*command: str, cwd: Path) -> str:
 
 
 def main() -> None:
-    bundle = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "runs/quickstart/bundle")
+    bundle = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "runs/quickstart/bundle").resolve()
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # a stale one keeps modules that are gone
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(work), str(ROOT), cwd=work)
