@@ -2,7 +2,7 @@
 # Prove one promise of the product: prints `PASS|FAIL NAME: figures`, writes runs/proofs/NAME.json, and exits
 # 0 or 1. Names: see tests/proofs.
 #
-#   bash scripts/prove.sh identity [BUNDLE]   greedy text equals stock transformers', under the margin rule
+#   bash scripts/prove.sh identity [BUNDLE [N]]   greedy text equals stock transformers', under the margin rule
 #   bash scripts/prove.sh resume              five SIGKILLs, the same weights and optimiser state
 #   bash scripts/prove.sh wheel               the built wheel decodes without the training extras
 #   bash scripts/prove.sh quickstart          fresh clone to validated decoder within 25 minutes

@@ -59,6 +59,7 @@ def main() -> None:
     assert decoder.bundle is not None
     recipe = Recipe.model_validate(decoder.bundle.manifest.provenance["recipe"])
     prompts = [prompt_ids(decoder.tokenizer, s) for s in load_prompts(recipe, "heldout")]
+    prompts = prompts[: int(sys.argv[2]) if len(sys.argv) > 2 else None]
     stock = stock_texts(resolve(decoder.bundle.manifest.target["name"]), prompts, sorted(decoder.eos_ids))
     failures, excused = [], 0
     for policy in POLICIES:
