@@ -84,7 +84,6 @@ class Layer:
         self.out = self._linear(need("self_attn.o_proj.weight"), get("self_attn.o_proj.bias"), pack)
         self.norm_in, self.norm_mlp = need("input_layernorm.weight"), need("post_attention_layernorm.weight")
         self.q_norm, self.k_norm = get("self_attn.q_norm.weight"), get("self_attn.k_norm.weight")
-        self.packed = pack
         gate, up, down = (need(f"mlp.{n}_proj.weight") for n in ("gate", "up", "down"))
         self.gate_up = self._linear(torch.cat([gate, up]), fuse(["mlp.gate_proj", "mlp.up_proj"], "bias"), pack)
         self.down = self._linear(down, get("mlp.down_proj.bias"), pack)
