@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from draftsmith.data import DraftsmithError
-from draftsmith.data.io import atomic_dir, read_json, save_tensors, sha256_file, write_json
+from draftsmith.data.io import atomic_dir, load_tensors, read_json, save_tensors, sha256_file, write_json
 from draftsmith.data.vocabulary import first_difference, vocabulary
 from draftsmith.distill.gate import Gate
 from draftsmith.distill.variants import DraftShape
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 MANIFEST = "draftsmith.json"
 DRAFT, GATE, VOCABULARY = "draft.safetensors", "gate.safetensors", "vocabulary.json"
@@ -87,7 +85,7 @@ def load_bundle(folder: str | os.PathLike[str]) -> Bundle:
     _check_files(folder, files)
     try:
         return _build(folder, Manifest(**value), GATE in files)
-    except (TypeError, KeyError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError, RuntimeError) as error:
         raise DraftsmithError(f"{folder}: not a valid bundle ({type(error).__name__}: {error})") from error
 
 
@@ -107,7 +105,7 @@ def _check_files(folder: Path, files: dict[str, str]) -> None:
 def _build(folder: Path, manifest: Manifest, has_gate: bool) -> Bundle:
     from transformers import AutoConfig
 
-    tensors = load_file(str(folder / DRAFT))
+    tensors = load_tensors(folder / DRAFT)
     shape = DraftShape.from_json(manifest.draft["shape"])
     for depth in (shape.exit, shape.layers):
         if f"norms.{depth}.weight" not in tensors or f"layers.{depth - 1}.input_layernorm.weight" not in tensors:
@@ -116,7 +114,7 @@ def _build(folder: Path, manifest: Manifest, has_gate: bool) -> Bundle:
     gate = None
     if has_gate:
         gate = Gate(manifest.gate["features"], manifest.gate["hidden"])
-        gate.load_state_dict(load_file(str(folder / GATE)))
+        gate.load_state_dict(load_tensors(folder / GATE))
         gate.eval().requires_grad_(False)
     return Bundle(folder, manifest, shape, tensors, gate, AutoConfig.for_model(**manifest.draft["config"]),
                   list(read_json(folder / VOCABULARY)))

@@ -13,5 +13,5 @@ rm -f .coverage*
 if [ $# -gt 0 ]; then
     python -m pytest "$@"
 else
-    python -m pytest --cov --cov-report=term
+    python -m pytest --cov --cov-report=term --cov-fail-under=85
 fi

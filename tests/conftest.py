@@ -36,26 +36,28 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def make_target_model(seed: int = 0, **changes: Any) -> Any:
-    """A random Llama of 5 layers, hidden 64, vocabulary 259; sharpened so that greedy text varies."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+TARGET_SHAPE: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": END,
+    "initializer_range": 0.2,
+}
+
+
+def make_target_model(seed: int = 0, family: str = "llama", **changes: Any) -> Any:
+    """A random model of 5 layers, hidden 64, vocabulary 259; sharpened so that greedy text varies."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    settings = dict(
-        vocab_size=259,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=256,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval().requires_grad_(False)
+    settings = {**TARGET_SHAPE, "pad_token_id": 256, "tie_word_embeddings": True, **changes}
+    config = AutoConfig.for_model(family, **settings)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="session")

@@ -101,25 +101,7 @@ def test_alpha_is_rounded_up_to_a_bucket_and_below_0_7_selects_the_exit(alpha: f
 
 
 def family_model(family: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=259,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        head_dim=16,
-        initializer_range=0.2,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=END,
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
+    return make_target_model(family=family, head_dim=16, pad_token_id=None, tie_word_embeddings=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
