@@ -71,29 +71,35 @@ def teacher_rows(
 
 
 class CacheWriter:
-    """Appends shards to a cache directory; restarts after the last complete shard."""
+    """Writes numbered shards into a cache directory, in any order and from any number of processes.
+
+    A shard counts once the small record beside it is written; `finish` gathers the records into the manifest.
+    """
 
     def __init__(self, directory: str | Path, manifest: CacheManifest) -> None:
         self.directory = Path(directory)
         self.manifest = manifest
-        self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.directory / MANIFEST
-        if path.exists():
-            found = load_manifest(self.directory)
-            if found.identity() != manifest.identity():
-                theirs, ours = ({**m.identity(), **m.settings} for m in (found, manifest))
-                key = next(k for k in [*manifest.settings, *ours] if theirs.get(k) != ours.get(k))
-                raise DraftsmithError(f"{self.directory}: holds a cache made with {key} = {theirs.get(key)}, not "
-                                      f"{ours.get(key)}; choose another folder or delete it")
-            self.manifest = found
+        if not (self.directory / MANIFEST).exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_json(self.directory / MANIFEST, asdict(manifest))
+            return
+        found = load_manifest(self.directory)
+        if found.identity() != manifest.identity():
+            theirs, ours = ({**m.identity(), **m.settings} for m in (found, manifest))
+            key = next(k for k in [*manifest.settings, *ours] if theirs.get(k) != ours.get(k))
+            raise DraftsmithError(f"{self.directory}: holds a cache made with {key} = {theirs.get(key)}, not "
+                                  f"{ours.get(key)}; choose another folder or delete it")
+        self.manifest = found
 
-    @property
-    def documents(self) -> int:
-        return sum(shard["documents"] for shard in self.manifest.shards)
+    def _record(self, number: int) -> Path:
+        return self.directory / f"shard-{number:05d}.json"
 
-    def write_shard(self, documents: list[Document], read: int | None = None) -> None:
-        """Append a shard; `read` is how many texts of the corpus were consumed so far (default: one a document)."""
-        name = f"shard-{len(self.manifest.shards):05d}.safetensors"
+    def missing(self, shards: int) -> list[int]:
+        """Which of the first `shards` numbers have not been written."""
+        return [] if self.manifest.complete else [n for n in range(shards) if not self._record(n).is_file()]
+
+    def write_shard(self, number: int, documents: list[Document]) -> None:
+        """Write shard `number`, of at least one document."""
         offsets = np.cumsum([0] + [len(d.tokens) for d in documents])
         starts = zip(offsets[:-1], documents, strict=True)
         arrays: dict[str, np.ndarray] = {
@@ -105,18 +111,29 @@ class CacheWriter:
             "top_logp": np.concatenate([d.top_logp for d in documents]).astype(np.float32),
             "tail": np.concatenate([d.tail for d in documents]).astype(np.float32),
         }
-        path = self.directory / name
+        path = self._record(number).with_suffix(".safetensors")
         save_tensors(path, {key: torch.from_numpy(value) for key, value in arrays.items()})
-        self.manifest.shards.append({
-            "file": name, "sha256": sha256_file(path), "documents": len(documents),
-            "tokens": int(offsets[-1]), "rows": int(len(arrays["tail"])),
-            "read": self.documents + len(documents) if read is None else read,
+        write_json(self._record(number), {
+            "file": path.name, "sha256": sha256_file(path), "documents": len(documents), "tokens": int(offsets[-1]),
+            "rows": int(len(arrays["tail"])),
         })
-        write_json(self.directory / MANIFEST, asdict(self.manifest))
 
-    def finish(self) -> None:
+    def skip_shard(self, number: int) -> None:
+        """Record that nothing of this shard's texts can be learned from."""
+        write_json(self._record(number), {"documents": 0})
+
+    def finish(self, shards: int) -> None:
+        """Declare the cache complete with its first `shards` shards, all of which must have been written."""
+        if left := self.missing(shards):
+            raise DraftsmithError(f"{self.directory}: shard {left[0]} has not been written; run the job again")
+        records = [read_json(self._record(n)) for n in range(shards)]
+        self.manifest.shards = [r for r in records if r["documents"]]
+        if not self.manifest.shards:
+            raise DraftsmithError(f"{self.directory}: no text has a token to learn from")
         self.manifest.complete = True
         write_json(self.directory / MANIFEST, asdict(self.manifest))
+        for number in range(shards):
+            self._record(number).unlink(missing_ok=True)
 
 
 def load_manifest(directory: str | Path) -> CacheManifest:

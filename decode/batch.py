@@ -36,16 +36,17 @@ def uniform(seed: int, job: int, index: int, position: int) -> float:
 def generate_batch(
     runner: Runner, prompts: Sequence[list[int]], answers: int, temperatures: Sequence[float], max_tokens: int,
     eos_ids: frozenset[int], slots: int, seed: int, teacher_k: int = 0, teacher_temperature: float = 1.0,
-    first_job: int = 0,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[Answer]:
     """Yield `answers` answers to every prompt as they finish.
 
     Answer i is sampled at temperatures[i % len]. Prompts are taken longest first, so that rows in flight
     have similar lengths; a finished row is refilled at once, and a row whose prompt is already in another
     slot copies its cache instead of running it again. `teacher_k` > 0 records the target's top-k rows.
-    `first_job` is the number of the first prompt in the whole corpus: randomness is keyed by it, so a
-    resumed job writes the same text.
+    `numbers` are the prompts' numbers in the whole corpus (default: from 0): randomness is keyed by them, so
+    that a resumed job, or one on several ranks, writes the same text.
     """
+    numbers = range(len(prompts)) if numbers is None else numbers
     order = sorted(range(len(prompts)), key=lambda j: (-len(prompts[j]), j))
     todo = deque((j, i) for j in order for i in range(answers))
     slots = max(1, min(slots, len(todo), runner.max_batch or slots))
@@ -66,7 +67,7 @@ def generate_batch(
                 token = int(logits_RV[r].argmax())
             else:
                 cdf = process(logits_RV[r : r + 1], p)[0].double().cumsum(0)
-                u = uniform(seed, first_job + answer.job, answer.index, len(answer.ids)) * float(cdf[-1])
+                u = uniform(seed, numbers[answer.job], answer.index, len(answer.ids)) * float(cdf[-1])
                 token = min(int(torch.searchsorted(cdf, u, right=True)), len(cdf) - 1)
             answer.ids.append(token)
             if teacher_k:

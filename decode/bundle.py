@@ -136,18 +136,3 @@ def check_compatible(bundle: Bundle, target: Any, tokenizer: Any) -> None:
     if target.hidden_size != hidden:
         raise DraftsmithError(f"the target's hidden size is {target.hidden_size}, the draft needs its embedding of "
                               f"size {hidden}")
-
-
-def device_name() -> str:
-    """A name for the machine's compute device, under which its cost table is stored."""
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    model = ""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        import platform
-
-        model = platform.processor()
-    return f"{model or 'CPU'} ({torch.get_num_threads()} threads)"

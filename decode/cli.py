@@ -6,8 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from draftsmith.data import DraftsmithError
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
 
 GREEN, RESET = "\033[32m", "\033[0m"
 
@@ -16,10 +20,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="draftsmith", description="Lossless speculative decoding with distilled "
                                      "drafts.")
     commands = parser.add_subparsers(dest="command", required=True)
-    generate = commands.add_parser("generate", help="answer a prompt, streaming")
-    generate.add_argument("bundle", help="bundle folder")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("bundle", help="bundle folder")
+    shared.add_argument("--target", help="target folder or hub name (default: the one named in the bundle)")
+    shared.add_argument("--precision", default="auto", help="of the target: auto, fp32, bf16 or int8")
+    shared.add_argument("--draft-precision", default="auto", help="of the draft: auto (the faster), plain or int8")
+    shared.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
+    shared.add_argument("--trust-remote-code", action="store_true", help="let the target's folder run its own code")
+
+    generate = commands.add_parser("generate", help="answer a prompt, streaming", parents=[shared])
     generate.add_argument("prompt", help="the prompt; '-' reads standard input")
-    generate.add_argument("--target", help="target folder or hub name (default: the one named in the bundle)")
     generate.add_argument("--policy", help="ar, fixed(k), paper or goodput (default: the bundle's)")
     generate.add_argument("--max-tokens", type=int, default=256)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -29,13 +39,35 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--stop", action="append", default=[], help="stop string (repeatable)")
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without chat template")
     generate.add_argument("--color", action="store_true", help="show tokens that came from the draft in green")
-    generate.add_argument("--trust-remote-code", action="store_true", help="let the target's folder run its own code")
     generate.add_argument("--stats", action="store_true", help="print figures to standard error at the end")
+    generate.set_defaults(run=run_generate)
+
+    bench = commands.add_parser("bench", help="measure policies and the engine on this machine", parents=[shared])
+    bench.add_argument("--policies", default="ar,fixed(4),goodput", help="comma-separated; the first is compared with")
+    bench.add_argument("--prompts", help="JSONL or text file of prompts (default: built-in ones)")
+    bench.add_argument("--count", type=int, default=8, help="number of prompts")
+    bench.add_argument("--max-tokens", type=int, default=64)
+    bench.add_argument("--profile", action="store_true", help="say where the time of each policy goes")
+    bench.add_argument("--passes", action="store_true", help="time target passes by rows, context and batch instead")
+    bench.add_argument("--linears", action="store_true", help="time the target's products by kind instead")
+    bench.add_argument("--json", help="also write the figures to this file")
+    bench.set_defaults(run=run_bench)
     return parser
 
 
-def run_generate(args: argparse.Namespace) -> None:
+def load(args: argparse.Namespace, quiet: bool) -> Decoder:
+    import torch
+
     from .decoder import Decoder
+
+    if args.threads is not None:
+        if args.threads < 1:
+            raise DraftsmithError(f"--threads must be 1 or more, not {args.threads}")
+        torch.set_num_threads(args.threads)
+    return Decoder.load(args.bundle, args.target, quiet, args.trust_remote_code, args.precision, args.draft_precision)
+
+
+def run_generate(args: argparse.Namespace) -> None:
     from .sampling import SamplingParams
 
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k,
@@ -43,7 +75,7 @@ def run_generate(args: argparse.Namespace) -> None:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not text.strip():
         raise DraftsmithError("the prompt is empty")
-    decoder = Decoder.load(args.bundle, args.target, not sys.stderr.isatty(), args.trust_remote_code)
+    decoder = load(args, quiet=not sys.stderr.isatty())
     chat = not args.raw and getattr(decoder.tokenizer, "chat_template", None)
     output = None
     for chunk in decoder.stream([{"role": "user", "content": text}] if chat else text, params, args.policy):
@@ -61,10 +93,30 @@ def run_generate(args: argparse.Namespace) -> None:
               f"{rate}, {per_step} tokens per step, finished by {output.finish_reason}", file=sys.stderr)
 
 
+def run_bench(args: argparse.Namespace) -> None:
+    from draftsmith.data.io import write_json
+
+    from . import benchtables
+
+    if args.count < 2:
+        raise DraftsmithError(f"--count must be 2 or more, for an interval; not {args.count}")
+    decoder = load(args, quiet=False)
+    if args.passes:
+        figures, text = benchtables.passes(decoder)
+    elif args.linears:
+        figures, text = benchtables.linears(decoder)
+    else:
+        figures, text = benchtables.policies(decoder, args.policies, args.prompts, args.count, args.max_tokens,
+                                             args.profile)
+    print(text)
+    if args.json:
+        write_json(args.json, figures)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
-        run_generate(args)
+        args.run(args)
     except DraftsmithError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -11,11 +12,13 @@ from dataclasses import dataclass, field
 from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import chat_ids
 
-from .bundle import Bundle, check_compatible, load_bundle
-from .costs import Costs, measure_costs
+from .bundle import Bundle, check_compatible, load_bundle, update_manifest
+from .costs import Costs, cost_key, measure_costs, refresh_costs
+from .draft import DraftRunner
 from .loop import Generation, Stats, Token
+from .memory import check_memory, expected, usual_context
 from .policies import PolicyContext, make_policy
-from .runner import DraftRunner, Runner, load_runner
+from .runner import Runner, load_runner
 from .sampling import GumbelNoise, Noise, SamplingParams
 from .target import Target, load_description, load_target
 from .text import TextStream
@@ -47,6 +50,19 @@ class Chunk:
         return "".join(text for _, text in self.pieces)
 
 
+def bundle_costs(bundle: Bundle, runner: Runner, draft: DraftRunner) -> Costs:
+    """The bundle's cost table for this device, brought to today's speed; measured and stored where it has none."""
+    key = cost_key(runner, draft)
+    if key in bundle.manifest.costs:
+        with contextlib.suppress(DraftsmithError):  # of another shape: measured anew
+            return refresh_costs(Costs.from_json(bundle.manifest.costs[key]), runner, draft)
+    costs = measure_costs(runner, draft)
+    bundle.manifest.costs[key] = costs.to_json()
+    with contextlib.suppress(DraftsmithError):  # a bundle that cannot be written works as well
+        update_manifest(bundle.folder, costs=bundle.manifest.costs)
+    return costs
+
+
 class Decoder:
     """A target with a draft, ready to generate."""
 
@@ -65,33 +81,46 @@ class Decoder:
 
     @classmethod
     def load(cls, bundle: str | os.PathLike[str], target: str | None = None, quiet: bool = True,
-             trust_remote_code: bool = False) -> Decoder:
+             trust_remote_code: bool = False, precision: str = "auto", draft_precision: str = "auto") -> Decoder:
         """Load a bundle with its target (named in the manifest, or `target`: a folder or hub name).
 
-        Raises `DraftsmithError` for a damaged bundle or a target that does not fit it. Costs are measured
-        at load, in about two seconds.
+        `precision` of the target: "auto" (fp32 on a CPU, bf16 on a GPU), "fp32", "bf16" or "int8" (CPU); the
+        output is that of the target at that precision. `draft_precision`: "plain", "int8", or "auto", the
+        faster here. Raises `DraftsmithError` for a damaged bundle, a target that does not fit it, or one
+        that does not fit the memory. Costs are measured once a device, and kept in the bundle if it can be
+        written.
         """
         started = time.perf_counter()
         found = load_bundle(bundle)
         name = target or found.manifest.target["name"]
         # Checked before the weights are read, which can take minutes.
         check_compatible(found, *load_description(name, trust_remote_code))
-        loaded = load_target(name, trust_remote_code=trust_remote_code)
-        decoder = cls.assemble(loaded, found)
+        loaded = load_target(name, trust_remote_code=trust_remote_code, precision=precision)
+        memory = expected(loaded, found.draft_config, found.shape, found.tensors)
         if not quiet:
-            print(f"Loaded {loaded.name} and {found.folder} in {time.perf_counter() - started:.1f} s; a target "
-                  f"pass takes {1e3 * decoder.costs.rows(1):.0f} ms, a draft step "  # type: ignore[union-attr]
-                  f"{1e3 * min(decoder.costs.step.values()):.1f} ms and more",  # type: ignore[union-attr]
+            print(f"Loading {loaded.name} in {loaded.engine.precision}: {memory.describe(usual_context(loaded))}",
                   file=sys.stderr, flush=True)
+        check_memory(loaded, memory)
+        decoder = cls.assemble(loaded, found, draft_precision)
+        if not quiet:
+            print(f"Loaded in {time.perf_counter() - started:.1f} s; {decoder.describe_costs()}", file=sys.stderr,
+                  flush=True)
         return decoder
 
     @classmethod
-    def assemble(cls, target: Target, bundle: Bundle) -> Decoder:
-        """A decoder from a loaded target and bundle; measures costs."""
+    def assemble(cls, target: Target, bundle: Bundle, draft_precision: str = "auto") -> Decoder:
+        """A decoder from a target and a bundle; measures costs, or refreshes those the bundle has of this
+        device."""
         runner = load_runner(target)
-        draft = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors, target.embedding, target.head)
+        draft = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors, target.embedding, target.head,
+                            draft_precision)
         target.release()
-        return cls(target, runner, draft, bundle, measure_costs(runner, draft))
+        return cls(target, runner, draft, bundle, bundle_costs(bundle, runner, draft))
+
+    def describe_costs(self) -> str:
+        assert self.costs is not None
+        return (f"a target pass takes {1e3 * self.costs.rows(1):.0f} ms, a draft step "
+                f"{1e3 * min(self.costs.step.values()):.1f} ms and more ({self.draft.precision if self.draft else ''})")
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a text (as it is), of chat messages (through the chat template), or ids themselves."""
@@ -135,10 +164,11 @@ class Decoder:
         started = time.perf_counter() if started is None else started
         params, stats = generation.params, generation.stats
         output = GenerationOutput(stats=stats)
-        stream = TextStream(self.tokenizer, tuple(params.stop), generation.stop_ids)
+        stream, laps = TextStream(self.tokenizer, tuple(params.stop), generation.stop_ids), generation.laps
         done = generation.max_tokens == 0
         while not done:
             fresh = generation.prefill() if not output.tokens else generation.round()
+            laps.start()
             pieces: list[tuple[Token, str]] = []
             for token in fresh:
                 ends = token.id in generation.stop_ids
@@ -154,6 +184,7 @@ class Decoder:
             if done:
                 pieces[-1] = (pieces[-1][0], pieces[-1][1] + stream.finish())
             output.text += "".join(text for _, text in pieces)
+            laps.lap("detokenisation")
             if not stats.ttft:
                 stats.ttft = time.perf_counter() - started
             stats.seconds = time.perf_counter() - started

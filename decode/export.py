@@ -13,7 +13,7 @@ from draftsmith.data.io import atomic_dir
 from draftsmith.distill.variants import Variant
 
 from .bundle import Bundle
-from .runner import DraftRunner
+from .draft import DraftRunner
 from .target import Target
 
 TOLERANCE = 1e-3  # of the largest logit: two implementations of the same fp32 arithmetic

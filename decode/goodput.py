@@ -12,7 +12,7 @@ from typing import Any
 
 from draftsmith.distill.variants import DraftShape, Variant
 
-from .costs import MAX_DRAFT, Costs
+from .costs import MAX_DRAFT, PROBE_CONTEXT, Costs
 from .policies import Plan, PolicyBase, Round, View
 
 PRIOR_ACCEPTANCE = 0.6  # before calibration
@@ -53,22 +53,25 @@ class Goodput(PolicyBase):
         self.current: Variant | None = None
         self.probing = False
         self.idle_rounds = 0
+        self.context = PROBE_CONTEXT
 
     def best(self, max_draft: int) -> tuple[float, Variant | None, int]:
         """(tokens per second, variant, k) of the best round; variant None when no draft pays."""
-        best: tuple[float, Variant | None, int] = (1.0 / self.costs.rows(1), None, 0)
+        verify = [self.costs.rows(k + 1, self.context) for k in range(max_draft + 1)]
+        best: tuple[float, Variant | None, int] = (1.0 / verify[0], None, 0)
         for variant in self.variants:
-            a = sigmoid(self.base[variant.name] + self.shift)
+            a, step = sigmoid(self.base[variant.name] + self.shift), self.costs.draft_step(variant.name, self.context)
             tokens, reach = 1.0, 1.0
             for k in range(1, max_draft + 1):
                 reach *= a
                 tokens += reach
-                rate = tokens / (k * self.costs.step[variant.name] + self.costs.rows(k + 1))
+                rate = tokens / (k * step + verify[k])
                 if rate > best[0]:
                     best = (rate, variant, k)
         return best
 
     def plan(self, view: View) -> Plan:
+        self.context = view.context
         if view.max_draft == 0:
             return self._alone()
         self.rate, variant, k = self.best(min(view.max_draft, MAX_DRAFT))
@@ -94,8 +97,8 @@ class Goodput(PolicyBase):
         if self.probing or self.current is None:
             return True
         self.reach *= sigmoid(self.intercept + self.slope * min(margin, MARGIN_CAP) + self.shift)
-        slope = (self.costs.rows(index + 2) - self.costs.rows(1)) / (index + 1)
-        return self.reach > self.rate * (self.costs.step[self.current.name] + slope)
+        slope = (self.costs.rows(index + 2, self.context) - self.costs.rows(1, self.context)) / (index + 1)
+        return self.reach > self.rate * (self.costs.draft_step(self.current.name, self.context) + slope)
 
     def observe(self, finished: Round) -> None:
         if finished.variant is None:

@@ -11,10 +11,13 @@ import torch
 from draftsmith.data import DraftsmithError
 
 from .costs import Costs
+from .device import synchronise
+from .draft import DraftRunner
 from .meter import PerplexityMeter, log_probs_at
 from .policies import Plan, Policy, Round, View
+from .profile import Laps
 from .proposer import METER_ROWS, Draft, ElasticProposer
-from .runner import DraftRunner, Runner, synchronise
+from .runner import Runner
 from .sampling import Noise, SamplingParams, forbid, process
 from .verify import Verdict, match, token_level
 
@@ -37,7 +40,8 @@ class Token:
 
 @dataclass
 class Stats:
-    """Counters of one generation. `steps` are target passes after the prefill."""
+    """Counters of one generation. `steps` are target passes after the prefill; `parts`: seconds by
+    `profile.PARTS`."""
 
     prompt_tokens: int = 0
     drafted: int = 0
@@ -55,6 +59,7 @@ class Stats:
     seconds: float = 0.0
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * 16)
     judged_by_position: list[int] = field(default_factory=lambda: [0] * 16)
     variants: dict[str, int] = field(default_factory=dict)
@@ -98,11 +103,12 @@ class Generation:
         self.ban_until = self.prompt_length + params.min_tokens if self.stop_ids else 0
         capacity = len(prompt) + self.max_tokens
         self.cache = target.new_cache(1, capacity)
+        self.laps = Laps()
         self.proposer: ElasticProposer | None = None
         if draft is not None and policy.name != "ar" and len(prompt) < draft.context:
-            self.proposer = ElasticProposer(draft, self.tokens, capacity, params, noise, self.stop_ids)
+            self.proposer = ElasticProposer(draft, self.tokens, capacity, params, noise, self.stop_ids, self.laps)
         self.meter = PerplexityMeter()
-        self.stats = Stats(prompt_tokens=len(prompt))
+        self.stats = Stats(prompt_tokens=len(prompt), parts=self.laps.seconds)
         self.last_hidden: torch.Tensor | None = None
         self.on_round: Callable[[Generation, Round], None] | None = None
 
@@ -113,41 +119,49 @@ class Generation:
     @torch.no_grad()
     def prefill(self) -> list[Token]:
         keep = min(len(self.tokens), METER_ROWS + 1) if self._metered else 1
-        started = time.perf_counter()
+        self.laps.start()
         hidden, logits = self.target.forward(self._ids(self.tokens), self.cache, keep)
         synchronise(self.target.device)
-        self.stats.target_seconds += time.perf_counter() - started
+        self.stats.target_seconds += self.laps.lap("target")
         first = len(self.tokens) - keep + 1
         if self._metered:
             for i, value in enumerate(log_probs_at(logits[0], self.tokens[first:])):
                 self.meter.target[first + i] = value
         p_RV = self._process(logits[0, -1:], len(self.tokens))
         token = self._target_tokens(p_RV, len(self.tokens))[0]
+        self.laps.lap("sampling")
         self.stats.ar += 1
-        return self._commit(Draft(), Verdict(0, token, "ar", False), p_RV, logits[0, -1:], hidden[0, -1:])
+        emitted = self._commit(Draft(), Verdict(0, token, "ar", False), p_RV, logits[0, -1:], hidden[0, -1:])
+        self.laps.lap("verification")
+        return emitted
 
     @torch.no_grad()
     def round(self) -> list[Token]:
         """One draft-verify cycle: propose, one target pass over the drafted tokens, keep what is the target's."""
+        laps, position = self.laps, len(self.tokens)
+        laps.start()
         plan = self._plan()
-        position = len(self.tokens)
+        laps.lap("policy")
 
         started = time.perf_counter()
         draft = self._propose(plan)
-        drafted_at = time.perf_counter()
+        draft_seconds = time.perf_counter() - started
         hidden, logits = self.target.forward(self._ids([self.tokens[-1], *draft.tokens]), self.cache)
         synchronise(self.target.device)
-        verified_at = time.perf_counter()
+        target_seconds = laps.lap("target")
 
         p_RV = self._process(logits[0], position)
+        laps.lap("sampling")
         verdict = self._verify(p_RV, draft, position)
         emitted = self._commit(draft, verdict, p_RV, logits[0], hidden[0])
         self._rollback()
+        laps.lap("verification")
 
-        finished = self._round(draft, verdict, p_RV, drafted_at - started, verified_at - drafted_at)
+        finished = self._round(draft, verdict, p_RV, draft_seconds, target_seconds)
         self.policy.observe(finished)
         if self.on_round is not None:
             self.on_round(self, finished)
+        laps.lap("policy")
         return emitted
 
     def _plan(self) -> Plan:
@@ -155,7 +169,7 @@ class Generation:
         room = self.max_tokens - self.emitted - 1
         if self.proposer is not None:
             room = min(room, self.proposer.room - len(self.tokens) - 1)
-        return self.policy.plan(View(self.emitted, max(0, min(16, room)), self.meter, self.features))
+        return self.policy.plan(View(self.emitted, max(0, min(16, room)), self.meter, self.features, len(self.tokens)))
 
     def _propose(self, plan: Plan) -> Draft:
         if self.proposer is None or plan.variant is None or len(self.tokens) > self.proposer.room:
@@ -240,10 +254,11 @@ class Generation:
         if draft.variant is not None:
             s.variants[draft.variant.name] = s.variants.get(draft.variant.name, 0) + 1
         if self.costs is not None:
-            self.costs.update_verify(k + 1, target_seconds)
+            context = len(self.tokens) - verdict.accepted - 1
+            self.costs.update_verify(k + 1, target_seconds, context)
             # Rounds that first read a prompt or caught up are not what a step costs.
             if draft.variant is not None and k > 1 and draft.read <= 2:
-                self.costs.update_step(draft.variant.name, draft_seconds / k)
+                self.costs.update_step(draft.variant.name, draft_seconds / k, context)
         labels = [float(i < verdict.accepted) for i in range(judged)]
         if not self.params.greedy and not self.noise.coupled:
             labels = [min(1.0, float(p_RV[i, draft.tokens[i]]) / draft.q_at[i]) for i in range(judged)]

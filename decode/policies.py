@@ -19,7 +19,7 @@ from draftsmith.data.io import nearest
 from draftsmith.distill.gate import Gate
 from draftsmith.distill.variants import DraftShape, Variant
 
-from .costs import MAX_DRAFT, Costs
+from .costs import MAX_DRAFT, PROBE_CONTEXT, Costs
 from .meter import PerplexityMeter
 
 
@@ -59,12 +59,14 @@ class Round:
 
 @dataclass
 class View:
-    """What a policy may look at when it plans: counts, perplexities and the gate's features."""
+    """What a policy may look at when it plans: counts, perplexities, the gate's features and the length of the
+    text so far (prompt included)."""
 
     emitted: int
     max_draft: int
     meter: PerplexityMeter
     features: Callable[[], torch.Tensor]
+    context: int = PROBE_CONTEXT
 
 
 class Policy(Protocol):

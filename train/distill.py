@@ -15,10 +15,11 @@ from draftsmith.data.chat import encode_prompts
 from draftsmith.data.io import atomic_dir, save_tensors, write_json
 from draftsmith.data.packing import Batch, collate, pack
 from draftsmith.data.teacher_cache import TeacherCache
-from draftsmith.decode.linear import training_dtype
+from draftsmith.decode.device import training_dtype
+from draftsmith.decode.draft import DraftRunner
 from draftsmith.decode.loop import Generation
 from draftsmith.decode.policies import Fixed
-from draftsmith.decode.runner import DraftRunner, Runner, load_runner
+from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.sampling import Noise, SamplingParams
 from draftsmith.decode.target import Target, load_target
 from draftsmith.distill.elastic import ElasticDraft

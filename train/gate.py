@@ -15,7 +15,7 @@ from draftsmith.data import DraftsmithError
 from draftsmith.data.io import load_tensors, read_json, sha256_json
 from draftsmith.data.teacher_cache import load_manifest
 from draftsmith.data.traces import Traces, read_traces
-from draftsmith.decode.bundle import Manifest, device_name, save_bundle
+from draftsmith.decode.bundle import Manifest, save_bundle
 from draftsmith.decode.target import load_description
 from draftsmith.distill.gate import (
     Gate,
@@ -127,15 +127,13 @@ def write_bundle(recipe: Recipe, gate: Gate, report: GateReport, traces: Traces,
     facts = read_json(recipe.draft_dir / "draft.json")
     target = load_manifest(recipe.cache_dir).target
     meta = traces.meta
-    costs = {"verify": meta["verify_seconds"], "catch_up": meta["catch_up_seconds"],
-             "step": dict(zip(meta["variants"], meta["step_seconds"], strict=True))}
     manifest = Manifest(
         target=target, draft={"config": facts["config"], "shape": facts["shape"]},
         policy={"default": recipe.bundle.policy, "variant": report.best_fixed, "use_gate": report.beats_fixed,
                 "paper": recipe.bundle.paper,
                 "goodput": {"acceptance": acceptance_by_variant(traces), "margin": meta["margin"]}},
         gate={"features": gate.inner.in_features, "hidden": gate.inner.out_features, "report": asdict(report)},
-        costs={device_name(): costs}, provenance={**provenance(recipe, facts["recipe"]), "inputs": inputs},
+        costs=meta["costs"], provenance={**provenance(recipe, facts["recipe"]), "inputs": inputs},
         evaluation={"heldout": facts["heldout"]},
     )
     _, tokenizer = load_description(recipe.target.name, recipe.target.trust_remote_code)

@@ -10,16 +10,24 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import assistant_mask, encode_prompts, prompt_ids
 from draftsmith.data.teacher_cache import CacheManifest, CacheWriter, Document, teacher_rows
 from draftsmith.data.text import Sample, corpus_hash
 from draftsmith.decode.batch import Answer, generate_batch
-from draftsmith.decode.linear import training_dtype
+from draftsmith.decode.device import training_dtype
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.target import Target, load_target
 from draftsmith.train.recipe import Recipe, parse_args
-from draftsmith.train.stage import load_prompts, rank, run_job, say
+from draftsmith.train.stage import (
+    load_prompts,
+    local_device,
+    rank,
+    ranks_together,
+    run_job,
+    say,
+    wait_for_all,
+    world_size,
+)
 from tqdm import tqdm
 
 
@@ -38,32 +46,34 @@ def answers_to_document(prompt: list[int], answers: list[Answer]) -> Document:
                     np.array([a.tail[i] for a, i in rows]))
 
 
-def respond(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter, samples: list[Sample]) -> None:
-    """Generate answers shard by shard, from the first shard that is not yet written."""
+def respond(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter, samples: list[Sample]) -> int:
+    """Generate answers for this rank's share of the missing shards; returns the number of shards in all."""
     r = recipe.respond
     _, prompts = encode_prompts(target.tokenizer, samples, min(r.max_prompt_tokens, runner.context - r.max_tokens))
     if skipped := len(samples) - len(prompts):
         say(f"respond: left out {skipped} empty or over-long prompts (respond.max_prompt_tokens)")
-    done = writer.documents
-    left = prompts[done:]
-    shard_of = [j // r.shard_documents for j in range(len(left))]
-    waiting: dict[int, dict[int, list[Answer]]] = {}
-    next_shard = 0
-    bar = tqdm(total=len(prompts) * r.answers, initial=done * r.answers, desc="respond", unit="answer")
+    shards = -(-len(prompts) // r.shard_documents)
+    todo = share(writer.missing(shards))
+
+    def jobs_of(shard: int) -> range:
+        return range(shard * r.shard_documents, min(len(prompts), (shard + 1) * r.shard_documents))
+
+    waiting: dict[int, list[Answer]] = {}
+    bar = progress(sum(len(jobs_of(shard)) for shard in todo) * r.answers, "respond", "answer")
     # Two shards in flight: rows refill across a shard's end, and prompts are still sorted by length.
-    for start in range(0, len(left), 2 * r.shard_documents):
-        part = left[start : start + 2 * r.shard_documents]
-        for answer in generate_batch(runner, part, r.answers, r.temperatures, r.max_tokens, target.eos_ids, r.batch,
-                                     recipe.seed, r.k, recipe.distill.temperature, done + start):
-            job = start + answer.job
-            waiting.setdefault(shard_of[job], {}).setdefault(job, []).append(answer)
+    for pair in (todo[i : i + 2] for i in range(0, len(todo), 2)):
+        jobs = [job for shard in pair for job in jobs_of(shard)]
+        for answer in generate_batch(runner, [prompts[j] for j in jobs], r.answers, r.temperatures, r.max_tokens,
+                                     target.eos_ids, r.batch, recipe.seed, r.k, recipe.distill.temperature, jobs):
+            waiting.setdefault(jobs[answer.job], []).append(answer)
             bar.update()
-        while next_shard in waiting:
-            documents = waiting.pop(next_shard)
-            writer.write_shard([answers_to_document(left[j], sorted(documents[j], key=lambda a: a.index))
-                                for j in sorted(documents)])
-            next_shard += 1
+            for shard in pair:
+                if all(len(waiting.get(job, ())) == r.answers for job in jobs_of(shard)):
+                    writer.write_shard(shard, [
+                        answers_to_document(prompts[job], sorted(waiting.pop(job), key=lambda a: a.index))
+                        for job in jobs_of(shard)])
     bar.close()
+    return shards
 
 
 def score_document(runner: Runner, ids: list[int], mask: list[bool], k: int, temperature: float) -> Document | None:
@@ -82,57 +92,79 @@ def score_document(runner: Runner, ids: list[int], mask: list[bool], k: int, tem
 
 
 @torch.no_grad()
-def score(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter, samples: list[Sample]) -> None:
-    """Teacher rows over existing text, shard by shard."""
+def score(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter, samples: list[Sample]) -> int:
+    """Teacher rows over existing text, for this rank's share of the missing shards; returns the number of all."""
     r = recipe.respond
-
-    done = writer.manifest.shards[-1]["read"] if writer.manifest.shards else 0
-    batch: list[Document] = []
-    empty = 0
-    bar = tqdm(samples[done:], desc="score", unit="text", initial=done, total=len(samples))
-    for read, sample in enumerate(bar, done + 1):
-        if sample.messages is not None:
-            ids, mask = assistant_mask(target.tokenizer, sample.messages)
+    limit = min(r.max_prompt_tokens, runner.context)
+    shards = -(-len(samples) // r.shard_documents)
+    todo, empty = share(writer.missing(shards)), 0
+    bar = progress(len(todo), "score", "shard")
+    for shard in todo:
+        documents: list[Document] = []
+        for sample in samples[shard * r.shard_documents : (shard + 1) * r.shard_documents]:
+            if sample.messages is not None:
+                ids, mask = assistant_mask(target.tokenizer, sample.messages)
+            else:
+                ids = prompt_ids(target.tokenizer, sample)
+                mask = [True] * len(ids)
+            document = score_document(runner, ids[:limit], mask[:limit], r.k, recipe.distill.temperature)
+            empty += document is None
+            documents += [document] if document is not None else []
+        if documents:
+            writer.write_shard(shard, documents)
         else:
-            ids = prompt_ids(target.tokenizer, sample)
-            mask = [True] * len(ids)
-        limit = min(r.max_prompt_tokens, runner.context)
-        document = score_document(runner, ids[:limit], mask[:limit], r.k, recipe.distill.temperature)
-        empty += document is None
-        batch += [document] if document is not None else []
-        if batch and (len(batch) == r.shard_documents or read == len(samples)):
-            writer.write_shard(batch, read)
-            batch = []
+            writer.skip_shard(shard)
+        bar.update()
+    bar.close()
     if empty:
         say(f"score: left out {empty} texts without a token to learn from")
-    if not writer.documents:
-        raise DraftsmithError("no text has a token to learn from")
+    return shards
+
+
+def share(shards: list[int]) -> list[int]:
+    """This rank's part of the shards that are left: by number, whatever the other ranks have written meanwhile."""
+    return [n for n in shards if n % world_size() == rank()]
+
+
+def progress(total: int, what: str, unit: str) -> tqdm:
+    return tqdm(total=total, desc=what, unit=unit, disable=rank() != 0)
 
 
 def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
     recipe: Recipe = args.recipe
-    if rank() != 0:  # one writer; the launcher may have started more
-        return
     samples = load_prompts(recipe, "train")
-    dtype = training_dtype(recipe.respond.precision, "cuda" if torch.cuda.is_available() else "cpu")
-    target = load_target(recipe.target.name, dtype, trust_remote_code=recipe.target.trust_remote_code)
+    device = local_device()
+    dtype = training_dtype(recipe.respond.precision, device)
+    target = load_target(recipe.target.name, dtype, str(device), recipe.target.trust_remote_code)
     fingerprint = target.fingerprint()
     manifest = CacheManifest(
         target={"name": recipe.target.name, **fingerprint}, tokenizer_hash=fingerprint["tokenizer_hash"],
         corpus_hash=corpus_hash(samples), k=recipe.respond.k, temperature=recipe.distill.temperature,
         settings={"seed": recipe.seed, "weights": target.signature,
-                  **recipe.respond.model_dump(mode="json", exclude={"batch", "shard_documents"}), "dtype": str(dtype)},
+                  **recipe.respond.model_dump(mode="json", exclude={"batch"}), "dtype": str(dtype)},
     )
-    writer = CacheWriter(recipe.cache_dir, manifest)
-    if writer.manifest.complete:
-        say(f"respond: {recipe.cache_dir} is complete ({writer.documents} documents), nothing to do")
-        return
-    runner = load_runner(target)
-    (respond if recipe.respond.mode == "generate" else score)(recipe, target, runner, writer, samples)
-    writer.finish()
-    rows = sum(s["rows"] for s in writer.manifest.shards)
-    say(f"respond: {writer.documents} documents, {rows} teacher rows in {recipe.cache_dir}")
+    with ranks_together():
+        # The first rank writes the manifest, which the others then find.
+        writer = CacheWriter(recipe.cache_dir, manifest) if rank() == 0 else None
+        wait_for_all()
+        writer = writer or CacheWriter(recipe.cache_dir, manifest)
+        if writer.manifest.complete:
+            documents = sum(s["documents"] for s in writer.manifest.shards)
+            say(f"respond: {recipe.cache_dir} is complete ({documents} documents), nothing to do")
+            return
+        runner = load_runner(target)
+        shards = (respond if recipe.respond.mode == "generate" else score)(recipe, target, runner, writer, samples)
+        wait_for_all()
+        if rank() == 0:
+            finish(writer, shards, recipe)
+
+
+def finish(writer: CacheWriter, shards: int, recipe: Recipe) -> None:
+    writer.finish(shards)
+    written = writer.manifest.shards
+    say(f"respond: {sum(s['documents'] for s in written)} documents, {sum(s['rows'] for s in written)} teacher rows in "
+        f"{recipe.cache_dir}")
 
 
 if __name__ == "__main__":

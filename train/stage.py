@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import read_json, sha256_json, write_json
 from draftsmith.data.text import Sample, corpus_hash, read_samples
@@ -17,6 +20,33 @@ from .recipe import Recipe
 
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_device() -> torch.device:
+    """The device of this rank: its own GPU, or the CPU."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() \
+        else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def ranks_together() -> Iterator[None]:
+    """A process group for jobs that share work without exchanging tensors; nothing for one rank."""
+    if world_size() > 1:
+        torch.distributed.init_process_group("gloo", timeout=timedelta(days=7))  # ranks end at different times
+    try:
+        yield
+    finally:
+        if world_size() > 1:
+            torch.distributed.destroy_process_group()
+
+
+def wait_for_all() -> None:
+    if world_size() > 1:
+        torch.distributed.barrier()
 
 
 def say(message: str) -> None:

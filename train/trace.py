@@ -14,10 +14,11 @@ from draftsmith.data.chat import encode_prompts
 from draftsmith.data.io import load_tensors, read_json
 from draftsmith.data.text import Sample
 from draftsmith.data.traces import HORIZON, Traces, read_meta, write_traces
-from draftsmith.decode.costs import Costs, measure_costs
+from draftsmith.decode.costs import Costs, cost_key, measure_costs
 from draftsmith.decode.loop import FEATURE_TOKENS, Generation
 from draftsmith.decode.policies import Fixed, Round
-from draftsmith.decode.runner import DraftRunner, Runner, load_runner
+from draftsmith.decode.draft import DraftRunner
+from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.sampling import GumbelNoise, SamplingParams, process
 from draftsmith.decode.target import Target, load_target
 from draftsmith.distill.variants import DraftShape, Variant
@@ -131,6 +132,7 @@ def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, 
         "variants": [v.name for v in variants], "step_seconds": [costs.step[v.name] for v in variants],
         "verify_rows": list(range(1, len(costs.verify) + 1)), "verify_seconds": costs.verify,
         "catch_up_seconds": costs.catch_up, "temperature": t.temperature, "margin": fit_margin(pairs, MARGIN_CAP),
+        "costs": {cost_key(runner, draft): costs.to_json()},
     }
     return Traces(columns["prompt"], np.array(columns["position"]), np.stack(columns["features"]),
                   np.stack(columns["acceptance"]), np.array(columns["variant"]), np.array(columns["drafted"]),
@@ -144,7 +146,8 @@ def load_draft(recipe: Recipe, target: Target) -> DraftRunner:
     facts = read_json(recipe.draft_dir / "draft.json")
     tensors = load_tensors(recipe.draft_dir / "draft.safetensors")
     config, shape = AutoConfig.for_model(**facts["config"]), DraftShape.from_json(facts["shape"])
-    return DraftRunner(config, shape, tensors, target.embedding, target.head)
+    # At the precision that a decoder would choose here: a trace is of what will run.
+    return DraftRunner(config, shape, tensors, target.embedding, target.head, "auto")
 
 
 def main() -> None:

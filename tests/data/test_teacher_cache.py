@@ -58,9 +58,9 @@ def write_cache(folder: Path, shards: int = 3, finish: bool = True, **changes: A
     """A cache with two documents a shard."""
     writer, documents = CacheWriter(folder, make_manifest(**changes)), [make_document(i) for i in range(2 * shards)]
     for s in range(shards):
-        writer.write_shard(documents[2 * s : 2 * s + 2])
+        writer.write_shard(s, documents[2 * s : 2 * s + 2])
     if finish:
-        writer.finish()
+        writer.finish(shards)
     return documents
 
 
@@ -119,23 +119,37 @@ def test_tokens_of_answers_and_of_prompts_are_counted_apart(tmp_path: Path) -> N
     assert prompts.tolist() == expected[1].tolist()
 
 
-def test_writing_goes_on_after_the_last_complete_shard(tmp_path: Path) -> None:
+def test_writing_goes_on_with_the_shards_that_are_missing(tmp_path: Path) -> None:
     documents = write_cache(tmp_path, shards=2, finish=False)
-    # Killed between writing a shard and naming it in the manifest: the stray shard is written again.
-    (tmp_path / "shard-00002.safetensors").write_bytes(b"never named")
+    # Killed between writing a shard and recording it: the stray shard is written again.
+    (tmp_path / "shard-00002.safetensors").write_bytes(b"never recorded")
     writer = CacheWriter(tmp_path, make_manifest())
-    assert writer.documents == 4
+    assert writer.missing(3) == [2]
+    with pytest.raises(DraftsmithError, match="shard 2 has not been written"):
+        writer.finish(3)
     documents += [make_document(8), make_document(9)]
-    writer.write_shard(documents[4:])
-    writer.finish()
+    writer.write_shard(2, documents[4:])
+    writer.finish(3)
     assert_holds(TeacherCache(tmp_path), documents)
+    assert CacheWriter(tmp_path, make_manifest()).missing(3) == []
 
 
-def test_the_texts_read_so_far_are_recorded_even_when_some_gave_no_document(tmp_path: Path) -> None:
-    writer = CacheWriter(tmp_path, make_manifest())
-    writer.write_shard([make_document(0), make_document(1)])
-    writer.write_shard([make_document(2)], read=7)
-    assert [s["read"] for s in load_manifest(tmp_path).shards] == [2, 7]
+def test_shards_may_be_written_in_any_order_and_by_several_writers(tmp_path: Path) -> None:
+    documents = [make_document(i) for i in range(6)]
+    writers = [CacheWriter(tmp_path, make_manifest()), CacheWriter(tmp_path, make_manifest())]
+    for number in (2, 0, 1):
+        writers[number % 2].write_shard(number, documents[2 * number : 2 * number + 2])
+    writers[1].finish(3)
+    assert_holds(TeacherCache(tmp_path), documents)
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", *3 * [".safetensors"]]
+
+
+def test_a_shard_without_a_document_leaves_no_file(tmp_path: Path) -> None:
+    writer, document = CacheWriter(tmp_path, make_manifest()), make_document(0)
+    writer.skip_shard(0)
+    writer.write_shard(1, [document])
+    writer.finish(2)
+    assert_holds(TeacherCache(tmp_path), [document])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +168,7 @@ def test_writing_into_a_cache_made_from_something_else_is_refused(changed: str, 
     name = "seed" if changed == "settings" else changed
     with pytest.raises(DraftsmithError, match=f"made with {name} = "):
         CacheWriter(tmp_path, make_manifest(**{changed: value}))
-    CacheWriter(tmp_path, make_manifest()).finish()
+    CacheWriter(tmp_path, make_manifest()).finish(3)
     assert_holds(TeacherCache(tmp_path), documents)  # the refused attempt touched nothing
 
 
@@ -238,7 +252,7 @@ document = Document(np.arange(n), np.ones(n, int), np.arange(n), np.zeros((n, 4)
 writer = CacheWriter(sys.argv[1], load_manifest(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 try:
-    writer.write_shard([document])
+    writer.write_shard(1, [document])
 except DraftsmithError as error:
     print(error)
     sys.exit(7)
@@ -251,8 +265,9 @@ def test_a_shard_that_does_not_fit_the_disk_is_a_clear_error_and_the_cache_can_g
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["manifest.json", "shard-00000.safetensors"]
-    CacheWriter(tmp_path, make_manifest()).finish()
+    names = ["manifest.json", "shard-00000.json", "shard-00000.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    CacheWriter(tmp_path, make_manifest()).finish(1)
     assert_holds(TeacherCache(tmp_path), documents)
     assert done.returncode == 7, f"a traceback instead of a clear error: {done.stderr}"
     assert "shard-00001.safetensors" in done.stdout

@@ -16,7 +16,8 @@ from draftsmith.decode import Decoder, SamplingParams
 from draftsmith.decode.bundle import DRAFT, GATE, MANIFEST, VOCABULARY, check_compatible, load_bundle, update_manifest
 from draftsmith.decode.export import export_huggingface
 from draftsmith.decode.identity import FACTOR, Divergence, compare, last_logits
-from draftsmith.decode.runner import DraftRunner, load_runner
+from draftsmith.decode.draft import DraftRunner
+from draftsmith.decode.runner import load_runner
 from draftsmith.decode.target import load_target
 from draftsmith.distill.gate import Gate
 from draftsmith.distill.variants import Variant

@@ -11,7 +11,8 @@ import torch
 import transformers
 from conftest import END, make_draft, make_target_model, make_tokenizer
 from draftsmith.data import DraftsmithError
-from draftsmith.decode.runner import DraftRunner, LeanRunner, ModuleRunner, load_runner
+from draftsmith.decode.draft import DraftRunner
+from draftsmith.decode.runner import LeanRunner, ModuleRunner, load_runner
 from draftsmith.decode.stack import PREFILL_CHUNK
 from draftsmith.decode.target import Target, load_target
 from draftsmith.distill.elastic import ElasticDraft
