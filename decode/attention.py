@@ -5,9 +5,8 @@ Shape letters: B requests, N new tokens, Q query heads, K key-value heads, D hea
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -35,8 +34,8 @@ class Tree:
 
 @dataclass
 class Place:
-    """Shared by all layers of a pass. `cos` and `sin` [B or 1, 1, N, D]; `mask` bool [B or 1, 1, N, end], or
-    None where every cached position may be seen; `end` is how many cached positions are read."""
+    """Shared by all layers of a pass. `cos` and `sin` [(B,) N, 1, D]; `mask` bool [B or 1, 1, N, end], or None
+    where every cached position may be seen; `end` is how many cached positions are read."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -46,28 +45,39 @@ class Place:
     slot_BN: torch.Tensor | None = None  # cache index of each new token, where requests differ
     start_B: torch.Tensor | None = None  # int32, for kernels that take lengths
     request: int | None = None
-    folded: dict[int, torch.Tensor] = field(default_factory=dict)
+    # Made by `bind`: keys and values by layer, and where new ones go.
+    keys: Sequence[torch.Tensor] = ()
+    values: Sequence[torch.Tensor] = ()
+    targets: Sequence[torch.Tensor] = ()
+    bias: torch.Tensor | None = None
 
-    def view(self, store_BKSD: torch.Tensor) -> torch.Tensor:
-        """The requests of this pass in one layer's keys or values."""
-        return store_BKSD if self.request is None else store_BKSD[self.request : self.request + 1]
+    def bind(self, kv_L2BKSD: torch.Tensor, groups: int, n: int, whole: bool = False) -> Place:
+        """Cut the cache for this pass: all layers at once, since a cut costs as much as small arithmetic.
 
-    def write(self, store_BKSD: torch.Tensor, new_BKND: torch.Tensor) -> None:
-        store = self.view(store_BKSD)
+        `whole` keeps every cached position in `keys` and `values`, for kernels that take lengths.
+        """
+        request = self.request
+        region = kv_L2BKSD if request is None else kv_L2BKSD[:, :, request : request + 1]
+        read = region if whole else region[..., : self.end, :]
+        views = read.flatten(0, 1).unbind(0)
+        self.keys, self.values = views[0::2], views[1::2]
+        if self.start is not None:
+            region = region[..., self.start : self.start + n, :]
+        self.targets = region.unbind(0)
+        if self.mask is not None and not whole:
+            # Query heads that share a key-value head are rows of one product, so the mask repeats by row.
+            mask = self.mask.repeat_interleave(groups, 2) if groups > 1 else self.mask
+            bias = torch.zeros(mask.shape, dtype=kv_L2BKSD.dtype, device=mask.device)
+            self.bias = bias.masked_fill_(~mask, -torch.inf)
+        return self
+
+    def write(self, layer: int, new_2BKND: torch.Tensor) -> None:
+        """Put the keys and values of the new tokens into the cache."""
         if self.slot_BN is None:
-            assert self.start is not None
-            store[:, :, self.start : self.start + new_BKND.shape[2]] = new_BKND
+            self.targets[layer].copy_(new_2BKND)
         else:
-            index = self.slot_BN[:, None, :, None].expand_as(new_BKND)
-            store.scatter_(2, index, new_BKND)
-
-    def mask_for(self, groups: int) -> torch.Tensor | None:
-        """The mask with query heads that share a key-value head folded into rows, [B or 1, 1, groups * N, end]."""
-        if self.mask is None:
-            return None
-        if groups not in self.folded:
-            self.folded[groups] = self.mask.repeat(1, 1, groups, 1)
-        return self.folded[groups]
+            index = self.slot_BN[None, :, None, :, None].expand_as(new_2BKND)
+            self.targets[layer].scatter_(3, index, new_2BKND)
 
 
 def chain_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start: int, n: int, request: int | None = None,
@@ -78,7 +88,7 @@ def chain_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start: int, n: int, 
     mask = None
     if n > 1 and start_B is None:
         mask = torch.ones(n, end, dtype=torch.bool, device=cos_SD.device).tril(start)[None, None]
-    return Place(cos_SD[start:end], sin_SD[start:end], mask, end, start, start_B=start_B, request=request)
+    return Place(cos_SD[start:end, None], sin_SD[start:end, None], mask, end, start, start_B=start_B, request=request)
 
 
 def ragged_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start_B: torch.Tensor, n: int, end: int,
@@ -99,40 +109,41 @@ def ragged_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start_B: torch.Tens
         new = torch.zeros(len(start_B), n, end, dtype=torch.bool, device=device)
         new.scatter_(2, slot_BN[:, None].expand(-1, n, -1), tree.sees_BNN.expand(len(start_B), -1, -1))
         mask = (committed | new)[:, None]
-    return Place(cos_SD[position_BN][:, None], sin_SD[position_BN][:, None], mask, end, slot_BN=slot_BN,
+    return Place(cos_SD[position_BN][:, :, None], sin_SD[position_BN][:, :, None], mask, end, slot_BN=slot_BN,
                  start_B=start_B.int(), request=request)
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Place], torch.Tensor]
+# (heads [B, N, Q + 2K, D] with queries, keys and values, number of key-value heads, layer, place) -> [B * N, Q * D]
+Attend = Callable[[torch.Tensor, int, int, Place], torch.Tensor]
 
 
-def attend_sdpa(q_BQND: torch.Tensor, k_BKND: torch.Tensor, v_BKND: torch.Tensor, k_cache: torch.Tensor,
-                v_cache: torch.Tensor, place: Place) -> torch.Tensor:
-    """Write the new keys and values, then attend; returns [B, N, Q * D].
+def attend_sdpa(heads_BNHD: torch.Tensor, kv_heads: int, layer: int, place: Place) -> torch.Tensor:
+    """Write the new keys and values, then attend.
 
     Grouped heads are folded into rows, so keys and values are never expanded.
     """
-    B, Q, N, D = q_BQND.shape
-    K = k_BKND.shape[1]
-    place.write(k_cache, k_BKND)
-    place.write(v_cache, v_BKND)
-    k, v = place.view(k_cache)[:, :, : place.end], place.view(v_cache)[:, :, : place.end]
-    q = q_BQND.reshape(B, K, Q // K * N, D)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=place.mask_for(Q // K))
-    return o.view(B, Q, N, D).transpose(1, 2).reshape(B, N, Q * D)
+    B, N, H, D = heads_BNHD.shape
+    K, Q = kv_heads, H - 2 * kv_heads
+    place.write(layer, heads_BNHD[:, :, Q:].view(B, N, 2, K, D).permute(2, 0, 3, 1, 4))
+    q = heads_BNHD[:, :, :Q].view(B, N, K, Q // K, D)
+    if N == 1:
+        o = F.scaled_dot_product_attention(q[:, 0], place.keys[layer], place.values[layer], attn_mask=place.bias)
+        return o.reshape(B, Q * D)
+    q = q.transpose(1, 2).reshape(B, K, -1, D)
+    o = F.scaled_dot_product_attention(q, place.keys[layer], place.values[layer], attn_mask=place.bias)
+    return o.view(B, K, N, -1, D).transpose(1, 2).reshape(B * N, Q * D)
 
 
-def attend_flash(q_BQND: torch.Tensor, k_BKND: torch.Tensor, v_BKND: torch.Tensor, k_cache: torch.Tensor,
-                 v_cache: torch.Tensor, place: Place) -> torch.Tensor:
+def attend_flash(heads_BNHD: torch.Tensor, kv_heads: int, layer: int, place: Place) -> torch.Tensor:
     """The same through `flash_attn_with_kvcache`, which writes the cache itself. Chains only."""
-    flash_attn_with_kvcache: Any
     from flash_attn import flash_attn_with_kvcache
 
-    B, Q, N, D = q_BQND.shape
+    B, N, H, _ = heads_BNHD.shape
+    K, Q = kv_heads, H - 2 * kv_heads
     out: torch.Tensor = flash_attn_with_kvcache(
-        q_BQND.transpose(1, 2), place.view(k_cache).transpose(1, 2), place.view(v_cache).transpose(1, 2),
-        k_BKND.transpose(1, 2), v_BKND.transpose(1, 2), cache_seqlens=place.start_B, causal=True)
-    return out.reshape(B, N, Q * D)
+        heads_BNHD[:, :, :Q], place.keys[layer].transpose(1, 2), place.values[layer].transpose(1, 2),
+        heads_BNHD[:, :, Q : Q + K], heads_BNHD[:, :, Q + K :], cache_seqlens=place.start_B, causal=True)
+    return out.reshape(B * N, -1)
 
 
 def attend_with(kind: str, tree: bool) -> Attend:

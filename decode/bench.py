@@ -13,7 +13,7 @@ from draftsmith.distill.variants import Variant
 from .costs import Prober
 from .decoder import Decoder
 from .device import synchronise
-from .linear import Int8Linear, PackedLinear, PlainLinear, can_pack, can_quantise
+from .linear import BlockedLinear, Int8Linear, PackedLinear, PlainLinear, can_pack, can_quantise
 from .profile import PARTS
 from .runner import Runner
 from .sampling import SamplingParams
@@ -37,7 +37,8 @@ def bandwidth(device: torch.device, repeats: int = 3) -> float:
 def interleaved(jobs: dict[str, Callable[[], float]], rounds: int,
                 progress: Callable[[Any], Any] = lambda x: x) -> dict[str, list[float]]:
     """Run every job once a round, the order rotated: a machine that slows down does so for all of them."""
-    names, out = list(jobs), {name: [] for name in jobs}  # type: dict[str, list[float]]
+    names = list(jobs)
+    out: dict[str, list[float]] = {name: [] for name in names}
     for i in progress(range(rounds)):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             out[name].append(jobs[name]())
@@ -125,7 +126,8 @@ def linear_table(shapes: dict[str, tuple[int, int]], rows: Sequence[int], repeat
     for name, (inputs, outputs) in shapes.items():
         copies = max(2, (1 << 26) // (4 * inputs * outputs))
         weights = [torch.randn(outputs, inputs) / inputs**0.5 for _ in range(copies)]
-        kinds: dict[str, list[torch.nn.Module]] = {"plain": [PlainLinear(w) for w in weights]}
+        kinds: dict[str, list[torch.nn.Module]] = {"plain": [PlainLinear(w) for w in weights],
+                                                   "blocked": [BlockedLinear(w) for w in weights]}
         if can_pack(weights[0]):
             kinds["packed"] = [PackedLinear(w) for w in weights]
         if can_quantise(weights[0]):

@@ -91,8 +91,9 @@ def passes(decoder: Decoder) -> Figures:
 
 
 def linears(decoder: Decoder) -> Figures:
-    """The target's products held plain, packed and in int8."""
+    """The target's products by how their weights are held."""
     table = bench.linear_table(bench.target_shapes(decoder.target.config), (1, 3, 5, 9, 17))
-    kinds = [k for k in ("plain", "packed", "int8") if k in table[0]]
+    kinds = [k for k in ("plain", "blocked", "packed", "int8") if k in table[0]]
     lines = [[e["product"], str(e["rows"]), *(f"{1e3 * e[k]:.3f}" for k in kinds)] for e in table]
-    return {"machine": device_name(), "products": table}, "Products, ms:\n\n" + markdown(["product", "rows", *kinds], lines)
+    text = "Products, ms:\n\n" + markdown(["product", "rows", *kinds], lines)
+    return {"machine": device_name(), "products": table}, text

@@ -109,12 +109,13 @@ class Decoder:
 
     @classmethod
     def assemble(cls, target: Target, bundle: Bundle, draft_precision: str = "auto") -> Decoder:
-        """A decoder from a target and a bundle; measures costs, or refreshes those the bundle has of this
-        device."""
+        """A decoder from a target and a bundle, whose tensors it takes; measures costs, or refreshes those the
+        bundle has of this device."""
         runner = load_runner(target)
         draft = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors, target.embedding, target.head,
                             draft_precision)
         target.release()
+        bundle.tensors.clear()  # the runner has them
         return cls(target, runner, draft, bundle, bundle_costs(bundle, runner, draft))
 
     def describe_costs(self) -> str:

@@ -66,9 +66,9 @@ class DraftRunner:
         self.widths = tuple(shape.width(v) for v in shape.variants())
         if precision not in PRECISIONS:
             raise DraftsmithError(f"draft precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+        self.parameters = sum(t.numel() for t in tensors.values() if t.is_floating_point())
         self._build(tensors, "plain" if precision == "auto" else precision)
-        small = sum(t.numel() for n, t in tensors.items() if n.startswith("layers.")) < FEW_WEIGHTS
-        if precision == "auto" and can_quantise(embedding_VH) and not small:
+        if precision == "auto" and can_quantise(embedding_VH) and self.parameters >= FEW_WEIGHTS:
             self._choose_precision(tensors)
 
     def _build(self, tensors: dict[str, torch.Tensor], precision: str) -> None:
@@ -106,10 +106,7 @@ class DraftRunner:
     @property
     def weight_bytes(self) -> int:
         """Of the layers and the head; embedding and the head's other rows are the target's."""
-        size = 1 if self.precision == "int8" else self.engine.dtype.itemsize
-        per_layer = [layer.qkv.in_features * layer.qkv.out_features + layer.out.in_features * layer.out.out_features
-                     + 3 * layer.neurons * layer.qkv.in_features for layer in self.stack.layers]
-        return size * (sum(per_layer) + self.head.in_features * self.head.out_features)
+        return self.parameters * (1 if self.precision == "int8" else self.engine.dtype.itemsize)
 
     def cache_bytes(self, capacity: int) -> int:
         """What `new_cache` will allocate."""
@@ -152,8 +149,7 @@ class DraftRunner:
     def _shallow(self, ids: torch.Tensor, cache: DraftCache, variant: Variant) -> None:
         start, n = cache.lengths[0], ids.shape[1]
         x = self.stack.forward(F.embedding(ids, self.embedding).to(self.engine.dtype),
-                               self.stack.place([start], n, cache.kv), cache.kv, 0, self.shape.exit,
-                               self.shape.width(variant))
+                               self.stack.place([start], n, cache.kv), 0, self.shape.exit, self.shape.width(variant))
         cache.exit_hidden[:, start : start + n] = x
         cache.lengths[0] = start + n
 
@@ -165,6 +161,6 @@ class DraftRunner:
         for at in range(cache.deep, length, PREFILL_CHUNK):
             end = min(at + PREFILL_CHUNK, length)
             outs.append(self.stack.forward(cache.exit_hidden[:, at:end], self.stack.place([at], end - at, cache.kv),
-                                           cache.kv, self.shape.exit, self.shape.layers, self.shape.width(variant)))
+                                           self.shape.exit, self.shape.layers, self.shape.width(variant)))
         cache.deep = length
         return torch.cat(outs, 1)[:, -keep:]

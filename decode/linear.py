@@ -1,4 +1,4 @@
-"""Linear layers for decoding: plain, repacked once for the CPU (oneDNN), or in int8. Inference only."""
+"""Linear layers for decoding: plain, in blocks, repacked once (oneDNN), or in int8. Inference only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from .device import has_bf16_units
 
-# Rows that the packed layout is tuned for. Verification passes have 2 to 17 rows; packing for 8 costs a
-# little at one row and keeps four-row passes from costing three times a one-row pass.
-PACK_ROWS = 8
+# Rows that the packed layout is tuned for. The time of a pass of 1 to 17 rows does not depend on it as long
+# as it is not 1, which costs up to half as much again; larger passes want it large.
+PACK_ROWS = 64
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -26,11 +26,12 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 def packing_pays(weight_OI: torch.Tensor) -> bool:
-    """Whether a packed product is faster over the rows of a verification pass: only a wide one is.
+    """Whether a packed product is faster than a plain one over the rows of a verification pass.
 
-    `draftsmith bench --linears` measures it: narrow products lose at 1 to 3 rows what they gain at 17.
+    In float32 only a wide one is: a narrow one loses at 1 to 3 rows what it gains at 17. `draftsmith bench
+    --linears` measures it.
     """
-    return weight_OI.shape[0] >= 2 * weight_OI.shape[1]
+    return weight_OI.dtype != torch.float32 or weight_OI.shape[0] >= 2 * weight_OI.shape[1]
 
 
 def can_quantise(weight: torch.Tensor) -> bool:
@@ -50,8 +51,16 @@ def int8_rows(rows_RI: torch.Tensor, weight_OI: torch.Tensor, scale_O: torch.Ten
     return torch._int_mm((rows_RI / step_R1).round().to(torch.int8), weight_OI.T) * step_R1 * scale_O
 
 
-class PlainLinear(nn.Module):
-    """y = x W^T + b."""
+class Linear(nn.Module):
+    """What every kind can do besides y = x W^T + b."""
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + y, for x of two dimensions."""
+        return residual + self(x)
+
+
+class PlainLinear(Linear):
+    """y = x W^T + b; slices of its outputs and inputs cost what they are."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -61,8 +70,52 @@ class PlainLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = torch.addmm(residual, x, self.weight.T)
+        return y if self.bias is None else y.add_(self.bias)
 
-class PackedLinear(nn.Module):
+    def outputs(self, x: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """Outputs start to end only."""
+        return F.linear(x, self.weight[start:end], None if self.bias is None else self.bias[start:end])
+
+    def inputs(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """The product with the first `width` inputs, which are all that x has."""
+        return F.linear(x, self.weight[:, :width], self.bias)
+
+
+class BlockedLinear(PlainLinear):
+    """The same, computed for 4 to 15 rows as a batch of narrow products over blocks of outputs.
+
+    MKL's AVX-512 product takes up to twice as long for so few rows as reading the weight does; a batch of
+    narrow ones hardly longer. The weight stays as it is, so an embedding can share it.
+    """
+
+    BLOCK, FEW, MANY = 96, 3, 16
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
+        super().__init__(weight_OI, bias_O)
+        count = self.out_features // self.BLOCK
+        self.split = count * self.BLOCK
+        self.blocks_CIO = self.weight[: self.split].view(count, self.BLOCK, self.in_features).transpose(1, 2)
+
+    def _few(self, rows: int) -> bool:
+        return self.FEW < rows < self.MANY and self.split > self.BLOCK
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        if not self._few(len(rows)):
+            return super().forward(x)
+        y = torch.bmm(rows.expand(len(self.blocks_CIO), -1, -1), self.blocks_CIO).transpose(0, 1).flatten(1)
+        if self.split < self.out_features:
+            y = torch.cat([y, F.linear(rows, self.weight[self.split :])], 1)
+        y = y if self.bias is None else y + self.bias
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual + self(x) if self._few(len(x)) else super().add_to(residual, x)
+
+
+class PackedLinear(Linear):
     """y = x W^T + b with W held packed; the plain weight is not kept."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
@@ -70,12 +123,14 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight_OI.shape
         self.bias = None if bias_O is None else bias_O.detach()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), PACK_ROWS)
+        self.product = torch.ops.mkldnn._linear_pointwise.default  # looked up once: half of a small call's overhead
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        y: torch.Tensor = self.product(x, self.packed, self.bias, "none", [], "")
+        return y
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(Linear):
     """y = x W^T + b with W in int8; every row of x is quantised by its own largest value.
 
     Integer sums are exact, so a row's result is the same whatever pass it is in: a target may use this.
@@ -87,10 +142,11 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight_OI.shape
         self.bias = None if bias_O is None else bias_O.detach()
-        self.weight, self.scale = quantise(weight_OI.detach())
-        self.packed = prepack(self.weight, self.scale)
+        weight, self.scale = quantise(weight_OI.detach())
+        self.packed = prepack(weight, self.scale)
+        self.weight: torch.Tensor | None = weight
         if self.packed is not None:
-            self.weight = None
+            self.weight, self.product = None, torch.ops.quantized.linear_dynamic.default
         self.guard = torch.zeros(1, self.in_features)
         self.guard[0, 0], self.guard[0, -1] = 1.0, -1.0
         # Without VNNI the products of two 8-bit numbers are added in 16 bits, which 7-bit activations fit.
@@ -98,12 +154,12 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
-        if self.packed is None:
+        if self.weight is not None:
             y = int8_rows(rows, self.weight, self.scale)
         else:
             size = rows.abs().amax(1, keepdim=True).clamp_min(1e-12)
             guarded = torch.cat([rows / size, self.guard])
-            y = torch.ops.quantized.linear_dynamic(guarded, self.packed, self.reduce_range)[:-1] * size
+            y = self.product(guarded, self.packed, self.reduce_range)[:-1] * size
         y = y if self.bias is None else y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -119,7 +175,7 @@ def prepack(weight_OI: torch.Tensor, scale_O: torch.Tensor) -> Any:
     return torch.ops.quantized.linear_prepack(made, None)
 
 
-class Int8DraftLinear(nn.Module):
+class Int8DraftLinear(Linear):
     """y = x W^T + b with W in int8 and x in bfloat16: the fastest single row, for drafts only.
 
     One row takes weights alone in int8, more rows quantise x too, so a row's result depends a little on the
@@ -145,33 +201,34 @@ class Int8DraftLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-def make_linear(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, kind: str) -> nn.Module:
-    """A linear layer of the kind an `Engine` asks for, or the nearest that this weight and machine can have."""
+def make_linear(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, kind: str) -> Linear:
+    """A linear layer of the kind an `Engine` asks for, or the fastest that this weight and machine can have."""
     if kind == "int8" and can_quantise(weight_OI):
         return Int8Linear(weight_OI, bias_O)
     if kind == "int8_draft":
         return Int8DraftLinear(weight_OI, bias_O)
     if kind == "packed" and can_pack(weight_OI) and packing_pays(weight_OI):
         return PackedLinear(weight_OI, bias_O)
+    if kind == "blocked":
+        return BlockedLinear(weight_OI, bias_O)
     return PlainLinear(weight_OI, bias_O)
 
 
 def swap_linears(module: nn.Module, kind: str) -> int:
     """Replace the linear layers below any Hugging Face model by `make_linear`'s; returns how many changed.
 
-    A layer whose weight is shared (a tied embedding) keeps the plain weight there, and its packed copy costs
-    the size once more. GPT-2's transposed `Conv1D` is a linear layer too.
+    Packed, a layer that shares its weight (with a tied embedding) costs its size once more. GPT-2's transposed
+    `Conv1D` is a linear layer too.
     """
     from transformers.pytorch_utils import Conv1D
 
     swapped = 0
+    child: Any
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear or type(child) is Conv1D:
             weight = child.weight.T if isinstance(child, Conv1D) else child.weight
-            made = make_linear(weight.contiguous() if weight.stride(-1) != 1 else weight, child.bias, kind)
-            if not isinstance(made, PlainLinear):
-                setattr(module, name, made)
-                swapped += 1
+            setattr(module, name, make_linear(weight.contiguous(), child.bias, kind))
+            swapped += 1
         else:
             swapped += swap_linears(child, kind)
     return swapped

@@ -38,8 +38,8 @@ def target_bytes(target: Target) -> int:
     if engine.linear == "int8":
         embedding = table * engine.dtype.itemsize
         return embedding + (parameters if tied else parameters - table)
-    # A packed head is a copy of its own beside the embedding it is tied to.
-    copy = table if tied and engine.linear == "packed" and is_lean(config) else 0
+    # A packed head is a copy of its own beside the embedding that it is tied to.
+    copy = table if tied and engine.linear == "packed" else 0
     return (parameters + copy) * engine.dtype.itemsize
 
 

@@ -108,7 +108,7 @@ class LeanRunner:
             ids = ids_BN[:, at : at + PREFILL_CHUNK]
             n = ids.shape[1]
             place = self.stack.place([cache.lengths[s] for s in slots], n, cache, request, tree)
-            x = self.stack.forward(self.embed(ids), place, cache, tree=tree is not None)
+            x = self.stack.forward(self.embed(ids), place, tree=tree is not None)
             for s in slots:
                 cache.lengths[s] += n
             if (skip := max(0, N - keep - at)) < n:

@@ -49,13 +49,12 @@ def head_shape(config: Any) -> tuple[int, int, int]:
 
 
 class KVCache:
-    """Keys and values [layers, B, K, capacity, D], written in place; `lengths` counts per request."""
+    """Keys and values [layers, 2, B, K, capacity, D], written in place; `lengths` counts per request."""
 
     def __init__(self, config: Any, layers: int, batch: int, capacity: int, engine: Engine) -> None:
         _, heads, size = head_shape(config)
-        shape = (layers, batch, heads, capacity, size)
-        self.k = torch.zeros(shape, dtype=engine.dtype, device=engine.device)
-        self.v = torch.zeros(shape, dtype=engine.dtype, device=engine.device)
+        shape = (layers, 2, batch, heads, capacity, size)
+        self.kv = torch.zeros(shape, dtype=engine.dtype, device=engine.device)
         self.capacity = capacity
         self.lengths = [0] * batch
 
@@ -68,14 +67,12 @@ class KVCache:
         against them: the accepted path of a tree."""
         end = length + len(keep)
         if keep != list(range(length, end)):
-            for store in (self.k, self.v):
-                store[:, request, :, length:end] = store[:, request, :, keep]
+            self.kv[:, :, request, :, length:end] = self.kv[:, :, request, :, keep]
         self.lengths[request] = end
 
     def copy_prefix(self, source: int, to: int, length: int) -> None:
         """Give request `to` the first `length` positions of request `source`."""
-        self.k[:, to, :, :length] = self.k[:, source, :, :length]
-        self.v[:, to, :, :length] = self.v[:, source, :, :length]
+        self.kv[:, :, to, :, :length] = self.kv[:, :, source, :, :length]
         self.lengths[to] = length
 
 
@@ -88,8 +85,8 @@ def cache_bytes(config: Any, layers: int, batch: int, capacity: int, dtype: torc
 class Layer:
     """Weights of one decoder layer, projections fused where they share an input.
 
-    `widths`: narrower feed-forward blocks that will be asked for. Plain weights are sliced for them at no
-    cost; int8 ones are made for each.
+    `widths`: narrower feed-forward blocks that will be asked for. Plain weights are sliced for them; int8
+    ones are made for each.
     """
 
     def __init__(self, weights: Lookup, number: int, kind: str, widths: tuple[int, ...] = ()) -> None:
@@ -118,20 +115,13 @@ class Layer:
         down, down_bias = need("mlp.down_proj.weight"), get("mlp.down_proj.bias")
         self.neurons = len(gate)
 
-        def block(width: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+        def block(width: int) -> tuple[Any, Any]:
             bias = None if gate_bias is None or up_bias is None else torch.cat([gate_bias[:width], up_bias[:width]])
             return (make_linear(torch.cat([gate[:width], up[:width]]), bias, kind),
                     make_linear(down[:, :width].contiguous(), down_bias, kind))
 
         self.blocks = {self.neurons: block(self.neurons)}
-        self.gate_bias, self.up_bias, self.down_bias = gate_bias, up_bias, down_bias
-        whole = self.blocks[self.neurons][0]
-        self.sliced = bool(widths) and isinstance(whole, PlainLinear)
-        if self.sliced:
-            self.gate, self.up = whole.weight.tensor_split(2)
-            # Transposed, so that the neurons of a narrower variant are contiguous rows.
-            self.down_IH = down.T.contiguous()
-        else:
+        if not all(isinstance(part, PlainLinear) for part in self.blocks[self.neurons]):
             self.blocks.update({width: block(width) for width in widths if width != self.neurons})
 
 
@@ -145,7 +135,7 @@ class Stack:
         self.dtype, self.device = engine.dtype, engine.device
         self.q_heads, self.kv_heads, self.head_dim = head_shape(config)
         self.eps = config.rms_norm_eps
-        self.act = ACT2FN[config.hidden_act]
+        self.act = F.silu if config.hidden_act == "silu" else ACT2FN[config.hidden_act]
         self._rope(min(2048, context_limit(config)))
 
     def _rope(self, length: int) -> None:
@@ -171,48 +161,50 @@ class Stack:
             raise ValueError(f"{end} positions in a cache of {cache.capacity}")
         if end > len(self.cos):
             self._rope(max(end, min(2 * len(self.cos), context_limit(self.config))))
-        flash = self.engine.attention == "flash"
+        flash = self.engine.attention == "flash" and tree is None
         if tree is None and len(set(starts)) == 1:
             lengths = torch.tensor(starts, dtype=torch.int32, device=self.device) if flash else None
-            return chain_place(self.cos, self.sin, starts[0], n, request, lengths)
-        return ragged_place(self.cos, self.sin, torch.tensor(starts, device=self.device), n, end, tree, request,
-                            masked=not flash)
+            place = chain_place(self.cos, self.sin, starts[0], n, request, lengths)
+        else:
+            start_B = torch.tensor(starts, device=self.device)
+            place = ragged_place(self.cos, self.sin, start_B, n, end, tree, request, masked=not flash)
+        return place.bind(cache.kv, self.q_heads // self.kv_heads, n, whole=flash)
 
-    def forward(self, x_BNH: torch.Tensor, place: Place, cache: KVCache, first: int = 0, last: int | None = None,
+    def forward(self, x_BNH: torch.Tensor, place: Place, first: int = 0, last: int | None = None,
                 width: int | None = None, tree: bool = False) -> torch.Tensor:
         """Run layers `first` to `last` over N new tokens a request and write their keys and values at `place`.
 
-        `width` keeps the first neurons of every feed-forward block. Does not touch `cache.lengths`.
+        `width` keeps the first neurons of every feed-forward block. Does not touch the cache's lengths.
         """
+        B, N, H = x_BNH.shape
         attend = attend_with(self.engine.attention, tree)
+        x = x_BNH.reshape(B * N, H)
         for i in range(first, len(self.layers) if last is None else last):
             layer = self.layers[i]
-            q, k, v = self._heads(layer, self.norm(x_BNH, layer.norm_in), place)
-            x_BNH = x_BNH + layer.out(attend(q, k, v, cache.k[i], cache.v[i], place))
-            x_BNH = x_BNH + self._feed(layer, self.norm(x_BNH, layer.norm_mlp), width)
-        return x_BNH
+            heads = layer.qkv(self.norm(x, layer.norm_in)).view(B, N, -1, self.head_dim)
+            self._rotate(layer, heads, place)
+            x = layer.out.add_to(x, attend(heads, self.kv_heads, i, place))
+            x = self._feed(layer, x, width)
+        return x.view(B, N, H)
 
-    def _heads(self, layer: Layer, x: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [B, Q, N, D] and keys [B, K, N, D], normed and rotated, and values."""
-        B, N, _ = x.shape
-        Q, K, D = self.q_heads, self.kv_heads, self.head_dim
-        qkv = layer.qkv(x).view(B, N, Q + 2 * K, D).transpose(1, 2)
+    def _rotate(self, layer: Layer, heads_BNHD: torch.Tensor, place: Place) -> None:
+        """Norm and rotate queries and keys in place."""
+        Q, K = self.q_heads, self.kv_heads
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self.norm(qkv[:, :Q], layer.q_norm), self.norm(qkv[:, Q : Q + K], layer.k_norm)
-            qk = torch.cat([q, k], dim=1)
-        else:
-            qk = qkv[:, : Q + K]
-        qk = qk * place.cos + qk.roll(D // 2, -1) * place.sin
-        return qk[:, :Q], qk[:, Q:], qkv[:, Q + K :]
+            heads_BNHD[:, :, :Q] = self.norm(heads_BNHD[:, :, :Q], layer.q_norm)
+            heads_BNHD[:, :, Q : Q + K] = self.norm(heads_BNHD[:, :, Q : Q + K], layer.k_norm)
+        qk = heads_BNHD[:, :, : Q + K]
+        torch.addcmul(qk * place.cos, qk.roll(self.head_dim // 2, -1), place.sin, out=qk)
 
     def _feed(self, layer: Layer, x: torch.Tensor, width: int | None) -> torch.Tensor:
+        """x plus its feed-forward block."""
+        inner = self.norm(x, layer.norm_mlp)
         width = layer.neurons if width is None else width
         if width in layer.blocks:
             gate_up, down = layer.blocks[width]
-            gate, up = gate_up(x).chunk(2, dim=-1)
-            return down(self.act(gate) * up)
-        assert layer.sliced
-        gate = F.linear(x, layer.gate[:width], None if layer.gate_bias is None else layer.gate_bias[:width])
-        up = F.linear(x, layer.up[:width], None if layer.up_bias is None else layer.up_bias[:width])
-        out = (self.act(gate) * up) @ layer.down_IH[:width]
-        return out if layer.down_bias is None else out + layer.down_bias
+            hidden = gate_up(inner)
+            return down.add_to(x, self.act(hidden[:, :width]) * hidden[:, width:])
+        gate_up, down = layer.blocks[layer.neurons]
+        gate = gate_up.outputs(inner, 0, width)
+        up = gate_up.outputs(inner, layer.neurons, layer.neurons + width)
+        return x + down.inputs(self.act(gate) * up, width)

@@ -39,7 +39,7 @@ class Target:
     def __init__(self, name: str, model: Any, tokenizer: Any, engine: Engine | None = None) -> None:
         """A target whose module is in memory."""
         self._model: Any = model
-        self._folder = None
+        self._folder: str | None = None
         # Taken now: a runner may repack the module's layers, and a draft shares these.
         self.embedding = model.get_input_embeddings().weight.detach()
         self.head = model.get_output_embeddings().weight.detach()
@@ -99,7 +99,7 @@ class Target:
     def release(self) -> None:
         """Let go of the module, once a runner has taken its weights."""
         if self._model is not None:
-            self._weights = Weights({}.get, self.weights().parameters)
+            self._weights = Weights(lambda name: None, self.weights().parameters)
             self._model = None
 
     def fingerprint(self) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from draftsmith.data.io import load_tensors, read_json
 from draftsmith.data.text import Sample
 from draftsmith.data.traces import HORIZON, Traces, read_meta, write_traces
 from draftsmith.decode.costs import Costs, cost_key, measure_costs
+from draftsmith.decode.draft import DraftRunner
 from draftsmith.decode.loop import FEATURE_TOKENS, Generation
 from draftsmith.decode.policies import Fixed, Round
-from draftsmith.decode.draft import DraftRunner
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.sampling import GumbelNoise, SamplingParams, process
 from draftsmith.decode.target import Target, load_target

@@ -14,9 +14,9 @@ from conftest import make_bundle, make_draft, make_target_model, make_tokenizer
 from draftsmith.data import DraftsmithError
 from draftsmith.decode import Decoder, SamplingParams
 from draftsmith.decode.bundle import DRAFT, GATE, MANIFEST, VOCABULARY, check_compatible, load_bundle, update_manifest
+from draftsmith.decode.draft import DraftRunner
 from draftsmith.decode.export import export_huggingface
 from draftsmith.decode.identity import FACTOR, Divergence, compare, last_logits
-from draftsmith.decode.draft import DraftRunner
 from draftsmith.decode.runner import load_runner
 from draftsmith.decode.target import load_target
 from draftsmith.distill.gate import Gate
