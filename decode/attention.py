@@ -71,13 +71,13 @@ class Place:
             self.bias = bias.masked_fill_(~mask, -torch.inf)
         return self
 
-    def write(self, layer: int, new_2BKND: torch.Tensor) -> None:
+    def write(self, layer: int, new_BN2KD: torch.Tensor) -> None:
         """Put the keys and values of the new tokens into the cache."""
         if self.slot_BN is None:
-            self.targets[layer].copy_(new_2BKND)
+            self.targets[layer].copy_(new_BN2KD.permute(2, 0, 3, 1, 4))
         else:
-            index = self.slot_BN[None, :, None, :, None].expand_as(new_2BKND)
-            self.targets[layer].scatter_(3, index, new_2BKND)
+            request_B1 = torch.arange(len(self.slot_BN), device=self.slot_BN.device)[:, None]
+            self.targets[layer][:, request_B1, :, self.slot_BN] = new_BN2KD
 
 
 def chain_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start: int, n: int, request: int | None = None,
@@ -124,7 +124,7 @@ def attend_sdpa(heads_BNHD: torch.Tensor, kv_heads: int, layer: int, place: Plac
     """
     B, N, H, D = heads_BNHD.shape
     K, Q = kv_heads, H - 2 * kv_heads
-    place.write(layer, heads_BNHD[:, :, Q:].view(B, N, 2, K, D).permute(2, 0, 3, 1, 4))
+    place.write(layer, heads_BNHD[:, :, Q:].view(B, N, 2, K, D))
     q = heads_BNHD[:, :, :Q].view(B, N, K, Q // K, D)
     if N == 1:
         o = F.scaled_dot_product_attention(q[:, 0], place.keys[layer], place.values[layer], attn_mask=place.bias)

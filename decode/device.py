@@ -79,6 +79,14 @@ def choose_engine(device: torch.device | str | None = None, precision: str = "au
     return Engine(where, dtype, "plain", "flash" if flash else "sdpa", cuda)
 
 
+def draft_engine(device: torch.device, dtype: torch.dtype, int8: bool, head_dim: int) -> Engine:
+    """The engine of a draft beside a target of this device and dtype. On a CPU a draft runs one row at a time, which
+    plain weights serve best; int8 ones go with bfloat16 activations."""
+    if device.type == "cpu":
+        return Engine(device, torch.bfloat16, "int8_draft") if int8 else Engine(device, dtype)
+    return choose_engine(device, dtype=dtype, head_dim=head_dim)
+
+
 def synchronise(device: torch.device) -> None:
     """Wait for the device, so that a clock read afterwards means something."""
     if device.type == "cuda":

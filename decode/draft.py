@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from draftsmith.data import DraftsmithError
 from draftsmith.distill.variants import DraftShape, Variant
 from torch.nn import functional as F
 
-from .device import Engine, synchronise
+from .device import Engine, draft_engine, synchronise
+from .graphs import Pool, Storage, bucket_context, storage_size
 from .linear import can_quantise, make_linear
 from .runner import precise
-from .stack import PREFILL_CHUNK, KVCache, Stack, cache_bytes, context_limit
+from .stack import PREFILL_CHUNK, KVCache, Stack, cache_bytes, context_limit, empty_kv, head_shape
 
 PRECISIONS = ("auto", "plain", "int8")
 # Below this many weights a draft stays in the processor's caches, where small weights have nothing to gain.
@@ -32,14 +34,21 @@ class DraftCache:
     head_ids: torch.Tensor
     extra_head: torch.Tensor | None = None
 
-    def __init__(self, config: Any, shape: DraftShape, capacity: int, engine: Engine) -> None:
-        self.kv = KVCache(config, shape.layers, 1, capacity, engine)
-        self.exit_hidden = torch.zeros(1, capacity, config.hidden_size, dtype=engine.dtype, device=engine.device)
+    def __init__(self, config: Any, shape: DraftShape, capacity: int, engine: Engine,
+                 storage: Storage | None = None) -> None:
+        """`storage`: keys and values and `exit_hidden` to use, and the graphs captured over them."""
+        self.storage = storage
+        self.kv = KVCache(config, shape.layers, 1, capacity, engine, storage)
+        self.exit_hidden = storage.tensors[1] if storage else empty_hidden(config, capacity, engine)
         self.lengths, self.deep, self.capacity = [0], 0, capacity
 
     def crop(self, length: int, request: int = 0) -> None:
         self.lengths[0] = min(self.lengths[0], length)
         self.deep = min(self.deep, length)
+
+
+def empty_hidden(config: Any, capacity: int, engine: Engine) -> torch.Tensor:
+    return torch.zeros(1, capacity, config.hidden_size, dtype=engine.dtype, device=engine.device)
 
 
 class DraftRunner:
@@ -66,6 +75,7 @@ class DraftRunner:
         self.widths = tuple(shape.width(v) for v in shape.variants())
         if precision not in PRECISIONS:
             raise DraftsmithError(f"draft precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+        self.pool = Pool()
         self.parameters = sum(t.numel() for t in tensors.values() if t.is_floating_point())
         self._build(tensors, "plain" if precision == "auto" else precision)
         if precision == "auto" and can_quantise(embedding_VH) and self.parameters >= FEW_WEIGHTS:
@@ -73,9 +83,8 @@ class DraftRunner:
 
     def _build(self, tensors: dict[str, torch.Tensor], precision: str) -> None:
         device, dtype = self.embedding.device, self.embedding.dtype
-        self.engine = Engine(device, dtype)
+        self.engine = draft_engine(device, dtype, precision == "int8", head_shape(self.config)[2])
         if precision == "int8":
-            self.engine = Engine(device, torch.bfloat16, "int8_draft")
             # Norms and biases; the products take their weights as they are and quantise them.
             tensors = {k: v.to(torch.bfloat16) if v.dim() == 1 and v.is_floating_point() else v
                        for k, v in tensors.items()}
@@ -104,6 +113,11 @@ class DraftRunner:
         return sorted(times[2:])[repeats // 2]
 
     @property
+    def ahead(self) -> bool:
+        """Whether a plan is best drafted whole on the device, without waiting for each token."""
+        return self.engine.graphs
+
+    @property
     def weight_bytes(self) -> int:
         """Of the layers and the head; embedding and the head's other rows are the target's."""
         return self.parameters * (1 if self.precision == "int8" else self.engine.dtype.itemsize)
@@ -121,11 +135,21 @@ class DraftRunner:
 
     def new_cache(self, capacity: int, prompt: list[int] | None = None) -> DraftCache:
         """A cache for one request; `prompt` extends the head (`head_ids_for`) by the target's own rows."""
-        cache = DraftCache(self.config, self.shape, min(capacity, self.context), self.engine)
+        cache = self._allocate(min(capacity, self.context))
         cache.head_ids = self.head_ids_for(prompt or [])
         if len(cache.head_ids) > len(self.head_ids):
             assert self.full_head is not None
             cache.extra_head = self.full_head[cache.head_ids[len(self.head_ids) :]].to(self.engine.dtype)
+        return cache
+
+    def _allocate(self, capacity: int) -> DraftCache:
+        if not self.engine.graphs:
+            return DraftCache(self.config, self.shape, capacity, self.engine)
+        size = storage_size(capacity)
+        storage = self.pool.take(size, lambda: (empty_kv(self.config, self.shape.layers, 1, size, self.engine),
+                                                empty_hidden(self.config, size, self.engine)))
+        cache = DraftCache(self.config, self.shape, capacity, self.engine, storage)
+        weakref.finalize(cache, self.pool.give, size, storage)
         return cache
 
     def forward(self, ids_1N: torch.Tensor, cache: DraftCache, variant: Variant,
@@ -133,6 +157,10 @@ class DraftRunner:
         """Append N tokens; returns logits [keep, D] over the cache's head for the last `keep` of them."""
         n = ids_1N.shape[1]
         keep = n if keep is None else keep
+        # A graph holds a single step without a lag of the deep layers; anything else is rare.
+        ready = variant.depth == self.shape.exit or cache.deep == cache.lengths[0]
+        if cache.storage is not None and n == 1 and ready:
+            return self._replay(ids_1N, cache, variant)
         for at in range(0, n, PREFILL_CHUNK):
             self._shallow(ids_1N[:, at : at + PREFILL_CHUNK], cache, variant)
         length = cache.lengths[0]
@@ -141,10 +169,37 @@ class DraftRunner:
         else:
             hidden = self.catch_up(cache, variant, keep)
         hidden = self.stack.norm(hidden, self.norms[variant.depth])[0]
-        logits = self.head(hidden)
+        return self._extend(hidden, self.head(hidden), cache)
+
+    @staticmethod
+    def _extend(hidden: torch.Tensor, logits: torch.Tensor, cache: DraftCache) -> torch.Tensor:
+        """Add the logits of the request's own tokens."""
         if cache.extra_head is not None:
             logits = torch.cat([logits, F.linear(hidden, cache.extra_head)], -1)
         return precise(logits)
+
+    def _replay(self, ids_11: torch.Tensor, cache: DraftCache, variant: Variant) -> torch.Tensor:
+        """One step as a graph."""
+        assert cache.storage is not None
+        (kv, exits), length, width = cache.storage.tensors, cache.lengths[0], self.shape.width(variant)
+        if length >= cache.capacity:
+            raise ValueError(f"{length + 1} positions in a cache of {cache.capacity}")
+        end, deep = bucket_context(length + 1, kv.shape[-2]), variant.depth == self.shape.layers
+
+        def run(ids: torch.Tensor, start_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            place = self.stack.static_place(start_B, 1, end, kv)
+            x = F.embedding(ids, self.embedding).to(self.engine.dtype)
+            x = self.stack.forward(x, place, 0, self.shape.exit, width)
+            exits.index_copy_(1, start_B, x)
+            if deep:
+                x = self.stack.forward(x, place, self.shape.exit, self.shape.layers, width)
+            hidden = self.stack.norm(x, self.norms[variant.depth])[0]
+            return hidden, self.head(hidden)
+
+        hidden, logits = cache.storage.run((variant.name, end), run, ids_11, [length], 1)
+        cache.lengths[0] = length + 1
+        cache.deep = length + 1 if deep else cache.deep
+        return self._extend(hidden, logits.clone(), cache)
 
     def _shallow(self, ids: torch.Tensor, cache: DraftCache, variant: Variant) -> None:
         start, n = cache.lengths[0], ids.shape[1]

@@ -38,6 +38,14 @@ class Draft:
     read: int = 0  # committed tokens that the draft had to read first
 
 
+@dataclass
+class _Ahead:
+    """Logits of each drafted position, and the index picked from each."""
+
+    rows: list[torch.Tensor]
+    picks: list[int]
+
+
 class ElasticProposer:
     """Runs an elastic draft for one request; its cache follows the committed text."""
 
@@ -80,32 +88,63 @@ class ElasticProposer:
         draft = Draft(plan.variant)
         draft.read = len(tokens) - self.cache.lengths[0]
         logits = self.read(tokens, plan.variant, meter)
-        device = self.head_ids.device
+        ahead = self._look_ahead(logits, plan, len(tokens), ban_until) if self.runner.ahead else None
         draft.rows.append(logits)
         while len(draft.tokens) < plan.max_tokens:
-            position = len(tokens) + len(draft.tokens)
-            if position < ban_until and self.forbidden:
-                logits = logits.index_fill(0, torch.tensor(self.forbidden, device=device), float("-inf"))
+            index = len(draft.tokens)
+            logits = self._allowed(logits, len(tokens) + index, ban_until)
             top = logits.topk(2).values if policy.wants_margin and len(logits) > 1 else None
             margin = float(top[0] - top[1]) if top is not None else 0.0
-            if not policy.proceed(len(draft.tokens), margin):
+            if not policy.proceed(index, margin):
                 self.laps.lap("policy")
                 break
             self.laps.lap("policy")
-            more = self._sample(draft, logits, margin, position, plan.min_confidence)
+            pick = ahead.picks[index] if ahead else None
+            more = self._sample(draft, logits, margin, len(tokens) + index, plan.min_confidence, pick)
             self.laps.lap("sampling")
-            if not more:
+            if not more or index + 1 == plan.max_tokens or draft.tokens[-1] in stop_ids:
                 break
-            if len(draft.tokens) == plan.max_tokens or draft.tokens[-1] in stop_ids:
-                break
-            ids = torch.tensor([[draft.tokens[-1]]], device=device)
-            logits = self.runner.forward(ids, self.cache, plan.variant)[0]
-            self.laps.lap("draft")
+            logits = ahead.rows[index + 1] if ahead else self._step(draft.tokens[-1], plan.variant)
             draft.rows.append(logits)
         return draft
 
-    def _sample(self, draft: Draft, logits: torch.Tensor, margin: float, position: int, floor: float) -> bool:
-        """Sample one token into `draft`; False when early rejection, or a draft gone NaN, ends it.
+    def _step(self, token: int, variant: Variant) -> torch.Tensor:
+        ids = torch.tensor([[token]], device=self.head_ids.device)
+        logits = self.runner.forward(ids, self.cache, variant)[0]
+        self.laps.lap("draft")
+        return logits
+
+    def _allowed(self, logits: torch.Tensor, position: int, ban_until: int) -> torch.Tensor:
+        if position >= ban_until or not self.forbidden:
+            return logits
+        return logits.index_fill(0, torch.tensor(self.forbidden, device=logits.device), float("-inf"))
+
+    def _look_ahead(self, logits: torch.Tensor, plan: Plan, position: int, ban_until: int) -> _Ahead:
+        """Draft all tokens of a plan on the device, without waiting for any of them.
+
+        What is drafted past the place where a rule would have stopped is not proposed: the rules look at the
+        same rows afterwards, in order.
+        """
+        assert plan.variant is not None
+        rows, picks = [logits], []
+        for i in range(plan.max_tokens):
+            allowed = self._allowed(rows[-1], position + i, ban_until)
+            if self.params.greedy:
+                pick = allowed.argmax()
+            else:
+                pick = self.noise.pick(process(allowed[None], self.params)[0], position + i, self.head_ids)
+            picks.append(pick)
+            if i + 1 < plan.max_tokens:
+                token = self.head_ids.index_select(0, pick.view(1))  # plain indexing would wait for its value
+                rows.append(self.runner.forward(token.view(1, 1), self.cache, plan.variant)[0])
+        ahead = _Ahead(rows, torch.stack(picks).tolist() if picks else [])  # the one wait
+        self.laps.lap("draft")
+        return ahead
+
+    def _sample(self, draft: Draft, logits: torch.Tensor, margin: float, position: int, floor: float,
+                pick: int | None) -> bool:
+        """Sample one token into `draft`, or take the one picked ahead; False when early rejection, or a draft gone
+        NaN, ends it.
 
         Both depend on the prefix and on q before sampling alone, or truncate the proposal.
         """
@@ -113,7 +152,7 @@ class ElasticProposer:
             return False
         raw = torch.log_softmax(logits, dim=-1)
         if self.params.greedy:
-            row = int(logits.argmax())
+            row = int(logits.argmax()) if pick is None else pick
             confidence = float(raw[row].exp())
             if confidence < floor:
                 draft.cut = True  # deterministic given the prefix: stops before proposing
@@ -121,7 +160,9 @@ class ElasticProposer:
             draft.q_at.append(1.0)
         else:
             q = process(logits[None], self.params)[0]
-            if isinstance(self.noise, GumbelNoise):
+            if pick is not None:
+                row = pick
+            elif isinstance(self.noise, GumbelNoise):
                 row = self.noise.draw(q, position, self.head_ids)
             else:
                 row = self.noise.draw(q, position)

@@ -7,6 +7,7 @@ torch modules. Shapes as in `stack`: B requests, N new tokens, H hidden, V vocab
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +15,9 @@ from draftsmith.data import DraftsmithError
 from torch.nn import functional as F
 
 from .attention import Tree
+from .graphs import Pool, bucket_context, bucket_rows, storage_size
 from .linear import make_linear, swap_linears
-from .stack import PREFILL_CHUNK, KVCache, Stack, cache_bytes, context_limit, is_lean
+from .stack import PREFILL_CHUNK, KVCache, Stack, cache_bytes, context_limit, empty_kv, is_lean
 from .target import Target
 
 
@@ -85,10 +87,17 @@ class LeanRunner:
         self.head = make_linear(target.head, None, self.engine.linear)
         self.vocab_size, self.context = len(target.head), context_limit(self.config)
         self.device, self.precision = self.engine.device, self.engine.precision
-        self.weight_bytes = target.weight_bytes
+        self.weight_bytes, self.pool = target.weight_bytes, Pool()
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(self.config, len(self.stack.layers), batch, min(capacity, self.context), self.engine)
+        layers, capacity = len(self.stack.layers), min(capacity, self.context)
+        if not self.engine.graphs:
+            return KVCache(self.config, layers, batch, capacity, self.engine)
+        size = storage_size(capacity)
+        storage = self.pool.take((batch, size), lambda: (empty_kv(self.config, layers, batch, size, self.engine),))
+        cache = KVCache(self.config, layers, batch, capacity, self.engine, storage)
+        weakref.finalize(cache, self.pool.give, (batch, size), storage)
+        return cache
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
         return cache_bytes(self.config, len(self.stack.layers), batch, min(capacity, self.context), self.engine.dtype)
@@ -101,6 +110,8 @@ class LeanRunner:
         N = ids_BN.shape[1]
         keep = N if keep is None else keep
         slots = list(range(len(ids_BN))) if request is None else [request]
+        if cache.storage is not None and request is None and tree is None and (rows := bucket_rows(N)) is not None:
+            return self._replay(ids_BN, cache, keep, rows)
         if tree is not None and N > PREFILL_CHUNK:
             raise ValueError(f"a tree of {N} tokens; a pass has at most {PREFILL_CHUNK}")
         kept = []
@@ -115,6 +126,23 @@ class LeanRunner:
                 kept.append(x[:, skip:])
         hidden = self.stack.norm(torch.cat(kept, 1) if len(kept) > 1 else kept[0], self.norm_weight)
         return hidden, precise(self.head(hidden))
+
+    def _replay(self, ids_BN: torch.Tensor, cache: KVCache, keep: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` as a graph. Rows that only fill the bucket write past the end, where nothing is read."""
+        assert cache.storage is not None
+        N, kv = ids_BN.shape[1], cache.kv
+        if max(cache.lengths) + N > cache.capacity:
+            raise ValueError(f"{max(cache.lengths) + N} positions in a cache of {cache.capacity}")
+        end = bucket_context(max(cache.lengths) + rows, kv.shape[-2])
+
+        def run(ids: torch.Tensor, start_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            x = self.stack.forward(self.embed(ids), self.stack.static_place(start_B, rows, end, kv))
+            hidden = self.stack.norm(x, self.norm_weight)
+            return hidden, self.head(hidden)
+
+        hidden, logits = cache.storage.run((rows, end), run, ids_BN, cache.lengths, rows)
+        cache.lengths[:] = [length + N for length in cache.lengths]
+        return hidden[:, N - keep : N].clone(), precise(logits[:, N - keep : N].clone())
 
 
 class ModuleCache:

@@ -83,6 +83,7 @@ class Noise:
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator or torch.Generator().manual_seed(secrets.randbits(62))
+        self.clocks: torch.Generator | None = None
 
     def accept(self, probability: float) -> bool:
         return float(torch.rand((), generator=self.generator, dtype=torch.float64)) < probability
@@ -90,6 +91,16 @@ class Noise:
     def draw(self, probs_V: torch.Tensor, position: int) -> int:
         """A token from probs (unnormalised allowed); `position` is its absolute position in the text."""
         return int(torch.multinomial(probs_V.cpu(), 1, generator=self.generator))
+
+    def pick(self, probs_D: torch.Tensor, position: int, ids_D: torch.Tensor) -> torch.Tensor:
+        """`draw` without leaving the device: an index into `probs_D`, whose entries are the tokens `ids_D`.
+
+        The winner of a race of exponential clocks, argmax p / E, is a draw from p.
+        """
+        if self.clocks is None or self.clocks.device != probs_D.device:
+            seed = int(torch.randint(2**62, (), generator=self.generator))
+            self.clocks = torch.Generator(probs_D.device).manual_seed(seed)
+        return (probs_D / torch.empty_like(probs_D).exponential_(generator=self.clocks)).argmax()
 
 
 class GumbelNoise(Noise):
@@ -122,3 +133,7 @@ class GumbelNoise(Noise):
         noise = self.gumbel(position)
         noise = noise[: probs_V.shape[-1]] if ids is None else noise[ids.cpu()]
         return int((probs_V.cpu().double().log() + noise).argmax())
+
+    def pick(self, probs_D: torch.Tensor, position: int, ids_D: torch.Tensor) -> torch.Tensor:
+        noise = self.gumbel(position).to(probs_D.device, non_blocking=True)[ids_D]
+        return (probs_D.double().log() + noise).argmax()

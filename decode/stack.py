@@ -15,11 +15,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention import Place, Tree, attend_with, chain_place, ragged_place
 from .device import Engine
+from .graphs import Storage, storage_size
 from .linear import PlainLinear, make_linear
 from .weights import Lookup
 
 LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-PREFILL_CHUNK = 256  # rows of one prefill pass: bounds the mask, and oneDNN gains nothing from more
+PREFILL_CHUNK = 512  # rows of one prefill pass: bounds its memory, and products gain little from more
 
 
 def is_lean(config: Any) -> bool:
@@ -49,13 +50,15 @@ def head_shape(config: Any) -> tuple[int, int, int]:
 
 
 class KVCache:
-    """Keys and values [layers, 2, B, K, capacity, D], written in place; `lengths` counts per request."""
+    """Keys and values [layers, 2, B, K, capacity, D], written in place; `lengths` counts per request.
 
-    def __init__(self, config: Any, layers: int, batch: int, capacity: int, engine: Engine) -> None:
-        _, heads, size = head_shape(config)
-        shape = (layers, 2, batch, heads, capacity, size)
-        self.kv = torch.zeros(shape, dtype=engine.dtype, device=engine.device)
-        self.capacity = capacity
+    `storage`: memory to use, of at least that capacity, and the graphs captured over it.
+    """
+
+    def __init__(self, config: Any, layers: int, batch: int, capacity: int, engine: Engine,
+                 storage: Storage | None = None) -> None:
+        self.kv = storage.tensors[0] if storage else empty_kv(config, layers, batch, capacity, engine)
+        self.capacity, self.storage = capacity, storage
         self.lengths = [0] * batch
 
     def crop(self, length: int, request: int = 0) -> None:
@@ -74,6 +77,11 @@ class KVCache:
         """Give request `to` the first `length` positions of request `source`."""
         self.kv[:, :, to, :, :length] = self.kv[:, :, source, :, :length]
         self.lengths[to] = length
+
+
+def empty_kv(config: Any, layers: int, batch: int, capacity: int, engine: Engine) -> torch.Tensor:
+    _, heads, size = head_shape(config)
+    return torch.zeros(layers, 2, batch, heads, capacity, size, dtype=engine.dtype, device=engine.device)
 
 
 def cache_bytes(config: Any, layers: int, batch: int, capacity: int, dtype: torch.dtype) -> int:
@@ -136,7 +144,8 @@ class Stack:
         self.q_heads, self.kv_heads, self.head_dim = head_shape(config)
         self.eps = config.rms_norm_eps
         self.act = F.silu if config.hidden_act == "silu" else ACT2FN[config.hidden_act]
-        self._rope(min(2048, context_limit(config)))
+        # Graphs keep the address of these tables, which must then not grow.
+        self._rope(storage_size(context_limit(config)) if engine.graphs else min(2048, context_limit(config)))
 
     def _rope(self, length: int) -> None:
         """Cosine and signed sine tables [length, D] for positions below `length`."""
@@ -170,6 +179,12 @@ class Stack:
             place = ragged_place(self.cos, self.sin, start_B, n, end, tree, request, masked=not flash)
         return place.bind(cache.kv, self.q_heads // self.kv_heads, n, whole=flash)
 
+    def static_place(self, start_B: torch.Tensor, n: int, end: int, kv: torch.Tensor) -> Place:
+        """The same for a graph: positions come from a tensor, and `end` cached positions are read."""
+        flash = self.engine.attention == "flash"
+        place = ragged_place(self.cos, self.sin, start_B, n, end, masked=not flash)
+        return place.bind(kv, self.q_heads // self.kv_heads, n, whole=flash)
+
     def forward(self, x_BNH: torch.Tensor, place: Place, first: int = 0, last: int | None = None,
                 width: int | None = None, tree: bool = False) -> torch.Tensor:
         """Run layers `first` to `last` over N new tokens a request and write their keys and values at `place`.
@@ -178,10 +193,10 @@ class Stack:
         """
         B, N, H = x_BNH.shape
         attend = attend_with(self.engine.attention, tree)
-        x = x_BNH.reshape(B * N, H)
+        x, size = x_BNH.reshape(B * N, H), (H,)
         for i in range(first, len(self.layers) if last is None else last):
             layer = self.layers[i]
-            heads = layer.qkv(self.norm(x, layer.norm_in)).view(B, N, -1, self.head_dim)
+            heads = layer.qkv(F.rms_norm(x, size, layer.norm_in, self.eps)).view(B, N, -1, self.head_dim)
             self._rotate(layer, heads, place)
             x = layer.out.add_to(x, attend(heads, self.kv_heads, i, place))
             x = self._feed(layer, x, width)

@@ -96,8 +96,8 @@ class ScriptedTarget:
 class ScriptedDraft:
     context = 64
 
-    def __init__(self, tables: Tables, head: Sequence[int]) -> None:
-        self.tables, self.shape, self.head_ids = tables, SHAPE, torch.tensor(head)
+    def __init__(self, tables: Tables, head: Sequence[int], ahead: bool) -> None:
+        self.tables, self.shape, self.head_ids, self.ahead = tables, SHAPE, torch.tensor(head), ahead
 
     def new_cache(self, capacity: int, prompt: list[int] | None = None) -> PrefixCache:
         cache = PrefixCache(capacity)
@@ -131,6 +131,9 @@ class Branches(Noise):
 
     def draw(self, probs_V: torch.Tensor, position: int) -> int:
         return self.fork((probs_V / probs_V.sum()).tolist())
+
+    def pick(self, probs_D: torch.Tensor, position: int, ids_D: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self.draw(probs_D, position))
 
 
 @dataclass
@@ -196,8 +199,11 @@ CASES = {
 }
 
 
-def enumerate_texts(case: Case, tables: Tables) -> tuple[dict[tuple[int, ...], float], Counter[str]]:
-    """Probability of each text, and how often each kind of event occurred over all branches."""
+def enumerate_texts(
+    case: Case, tables: Tables, ahead: bool = False
+) -> tuple[dict[tuple[int, ...], float], Counter[str]]:
+    """Probability of each text, and how often each kind of event occurred over all branches. `ahead`: plans are
+    drafted whole before any rule looks at them, as on a GPU."""
     texts: dict[tuple[int, ...], float] = defaultdict(float)
     events: Counter[str] = Counter()
     params, head = case.sampling(), case.head or tuple(range(case.vocab))
@@ -205,7 +211,7 @@ def enumerate_texts(case: Case, tables: Tables) -> tuple[dict[tuple[int, ...], f
     while True:
         noise = Branches(script)
         target: Any = ScriptedTarget(tables)
-        draft: Any = ScriptedDraft(tables, head)
+        draft: Any = ScriptedDraft(tables, head, ahead)
         generation = Generation(list(PROMPT), params, case.policy(), target, draft, noise, case.eos)
         emitted = [t.id for t in generation.prefill()]
         while len(emitted) < case.length and not case.eos & set(emitted):
@@ -273,6 +279,16 @@ def test_text_has_the_targets_distribution(name: str) -> None:
     assert total_variation(texts, reference_texts(case, tables)) < EXACT
     # The proof covers what it claims only if these branches were reached.
     assert not [event for event in case.must if not events[event]], events
+
+
+@pytest.mark.parametrize("name", ["fixed(2)", "fixed(2), end banned at first", "paper, early rejection",
+                                  "goodput, trimmed head"])
+def test_drafting_ahead_leaves_the_distribution_as_it_is(name: str) -> None:
+    """Tokens that were drafted past a stop are thrown away unseen."""
+    case = CASES[name]
+    tables = Tables(case.vocab)
+    texts, _ = enumerate_texts(case, tables, ahead=True)
+    assert total_variation(texts, reference_texts(case, tables)) < EXACT
 
 
 def test_variants_and_pauses_occur_in_the_switching_case() -> None:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from draftsmith.data.io import write_jsonl
+from draftsmith.data.teacher_cache import TeacherCache
 from draftsmith.decode.cli import GREEN, RESET
 from tiny import write_tiny_recipe
 
@@ -24,11 +26,13 @@ def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def launch(job: str, recipe: Path, *overrides: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def launch(
+    job: str, recipe: Path, *overrides: str, ranks: int = 1, check: bool = True
+) -> subprocess.CompletedProcess[str]:
     return run(
         "deepspeed",
         "--num_accelerators",
-        "1",
+        str(ranks),
         "--master_port",
         "29617",
         f"train/{job}.py",
@@ -64,6 +68,40 @@ def test_each_stage_leaves_what_the_next_needs_and_learns(folder: Path) -> None:
     assert len(losses) == 40
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert any("heldout/acceptance_4L" in line for line in lines)
+
+
+def cache_rows(folder: Path) -> list[tuple[list[int], list[int]]]:
+    cache = TeacherCache(folder)
+    return [(cache[i].tokens.tolist(), cache[i].top_ids[:, 0].tolist()) for i in range(len(cache))]
+
+
+@pytest.mark.parametrize("mode", ["generate", "score"])
+def test_two_ranks_write_the_cache_of_one(folder: Path, mode: str) -> None:
+    """Shards of four documents, dealt out by number; sampled text is keyed by prompt and answer, not by rank."""
+    recipe, texts = folder / "recipe.yaml", folder / "texts.jsonl"
+    write_jsonl(texts, [{"id": str(i), "text": f"some text number {i}"} for i in range(18)])
+    options = ["respond.answers=2", "respond.temperatures=[0.0,0.8]"] if mode == "generate" else [
+        "respond.mode=score", f"prompts.train={texts}"]
+    for ranks in (1, 2):
+        launch("respond", recipe, f"out={folder}/{mode}{ranks}", "respond.shard_documents=4", "prompts.train_count=18",
+               *options, ranks=ranks)
+    one, two = (cache_rows(folder / f"{mode}{ranks}" / "teacher") for ranks in (1, 2))
+    assert len(one) == 18
+    assert one == two
+
+
+def test_bench_prints_figures_of_this_machine(folder: Path) -> None:
+    bundle, prompts, out = str(folder / "out/bundle"), str(folder / "heldout.jsonl"), folder / "bench.json"
+    command = [sys.executable, "-m", "draftsmith.decode.cli", "bench", bundle, "--max-tokens", "12", "--json", str(out)]
+    done = run(*command, "--prompts", prompts, "--policies", "ar,fixed(3,2L),goodput", "--count", "3", "--profile")
+    assert "| fixed(3,2L) |" in done.stdout
+    figures = json.loads(out.read_text())["policies"]
+    for name in ("ar", "fixed(3,2L)", "goodput"):
+        assert sum(figures[name]["parts"].values()) == pytest.approx(1.0)
+        assert figures[name]["parts"]["target"] > 0
+    assert figures["ar"]["parts"]["draft"] == 0
+    assert "Memory bandwidth" in run(*command, "--passes").stdout
+    assert "| gate_up |" in run(*command, "--linears").stdout
 
 
 def test_tensorboard_has_losses_acceptance_learning_rate_and_speed(folder: Path) -> None:
