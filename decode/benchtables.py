@@ -68,6 +68,21 @@ def policies(decoder: Decoder, names: str, file: str | None, count: int, max_tok
     return {"machine": device_name(), "prompts": len(prompts), "max_tokens": max_tokens, "policies": found}, text
 
 
+def others(decoder: Decoder, folder: str, names: str, file: str | None, count: int, max_tokens: int) -> Figures:
+    """Policies beside outside engines; prefill included."""
+    from .references import references, run_references
+
+    prompts = prompts_for(decoder, file, count, max_tokens)
+    found = run_references(decoder, references(folder, decoder), prompts, policy_names(names), max_tokens,
+                           lambda x: tqdm(x, desc="bench", unit="prompt"))
+    lines = [[name, f"{f['tokens_per_second']:.1f}",
+              f"{f['ratio']['mean']:.2f} ({f['ratio']['low']:.2f} to {f['ratio']['high']:.2f})",
+              f"{f['identical']} of {f['prompts']}"] for name, f in found.items()]
+    first = policy_names(names)[0]
+    text = markdown(["engine", "tokens/s", f"against {first} (95 %)", f"same text as {first}"], lines)
+    return {"machine": device_name(), "max_tokens": max_tokens, "engines": found}, text
+
+
 def passes(decoder: Decoder) -> Figures:
     """Target passes and draft steps against the floor that memory bandwidth sets."""
     speed = bench.bandwidth(decoder.runner.device)

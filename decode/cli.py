@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--count", type=int, default=8, help="number of prompts")
     bench.add_argument("--max-tokens", type=int, default=64)
     bench.add_argument("--profile", action="store_true", help="say where the time of each policy goes")
+    bench.add_argument("--references", action="store_true", help="compare with transformers and llama.cpp")
     bench.add_argument("--passes", action="store_true", help="time target passes by rows, context and batch instead")
     bench.add_argument("--linears", action="store_true", help="time the target's products by kind instead")
     bench.add_argument("--json", help="also write the figures to this file")
@@ -105,6 +106,9 @@ def run_bench(args: argparse.Namespace) -> None:
         figures, text = benchtables.passes(decoder)
     elif args.linears:
         figures, text = benchtables.linears(decoder)
+    elif args.references:
+        figures, text = benchtables.others(decoder, args.bundle, args.policies, args.prompts, args.count,
+                                           args.max_tokens)
     else:
         figures, text = benchtables.policies(decoder, args.policies, args.prompts, args.count, args.max_tokens,
                                              args.profile)

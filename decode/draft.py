@@ -75,6 +75,8 @@ class DraftRunner:
         self.widths = tuple(shape.width(v) for v in shape.variants())
         if precision not in PRECISIONS:
             raise DraftsmithError(f"draft precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+        if precision == "int8" and not can_quantise(embedding_VH):
+            raise DraftsmithError("draft precision int8 needs a CPU and a target in fp32 or int8")
         self.pool = Pool()
         self.parameters = sum(t.numel() for t in tensors.values() if t.is_floating_point())
         self._build(tensors, "plain" if precision == "auto" else precision)

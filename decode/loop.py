@@ -19,9 +19,10 @@ from .profile import Laps
 from .proposer import METER_ROWS, Draft, ElasticProposer
 from .runner import Runner
 from .sampling import Noise, SamplingParams, forbid, process
-from .verify import Verdict, match, token_level
+from .verify import Verdict, block, match, token_level
 
 FEATURE_TOKENS = 8
+RULES = {"block": block, "token": token_level}
 
 
 @dataclass
@@ -87,13 +88,16 @@ class Generation:
     """One request: `prefill()` emits the first token, each `round()` at least one more."""
 
     def __init__(self, prompt: list[int], params: SamplingParams, policy: Policy, target: Runner,
-                 draft: DraftRunner | None, noise: Noise, eos_ids: frozenset[int], costs: Costs | None = None) -> None:
+                 draft: DraftRunner | None, noise: Noise, eos_ids: frozenset[int], costs: Costs | None = None,
+                 rule: str = "block") -> None:
+        """`rule`: "block" or "token", how sampled chains are verified; both leave the target's distribution."""
         if not prompt:
             raise DraftsmithError("the prompt is empty: there is no token to continue from")
         if len(prompt) + 1 > target.context:
             raise DraftsmithError(f"the prompt has {len(prompt)} tokens, but the target's context is "
                                   f"{target.context}; shorten it")
         self.params, self.policy, self.target, self.noise, self.costs = params, policy, target, noise, costs
+        self.rule = RULES[rule]
         self.tokens, self.prompt_length = list(prompt), len(prompt)
         if bad := [i for i in params.stop_token_ids if not 0 <= i < target.vocab_size]:
             raise DraftsmithError(f"stop token id {bad[0]} is outside the target's vocabulary of {target.vocab_size}")
@@ -184,7 +188,7 @@ class Generation:
                 verdict.source = "correction"  # of the dropped token, as in the uncoupled rule
         else:
             proposer = self.proposer
-            verdict = token_level(
+            verdict = self.rule(
                 p_RV, draft.q_at, draft.tokens, lambda i: proposer.q_tilde(draft, i, p_RV[i]),  # type: ignore[union-attr]
                 draft.dropped, self.noise, position)
         if not draft.tokens and not draft.dropped:

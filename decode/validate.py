@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -158,18 +157,3 @@ def check(summary: dict[str, Any], thresholds: dict[str, float], method: str) ->
             misses.append(f"texts of '{name}' must be the target's own: {other['identical']} of {other['prompts']} "
                           "are.")
     return misses
-
-
-def transformers_reference(model: Any, eos_ids: frozenset[int]) -> Callable[[list[int], int], tuple[list[int], float]]:
-    """Stock greedy `generate` as a function of prompt ids."""
-    import torch
-
-    @torch.no_grad()
-    def run(prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
-        ids = torch.tensor([prompt], device=model.device)
-        started = time.perf_counter()
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,
-                             eos_token_id=sorted(eos_ids) or None, pad_token_id=min(eos_ids, default=0))
-        return out[0, len(prompt) :].tolist(), time.perf_counter() - started
-
-    return run

@@ -4,6 +4,9 @@ The token-level rule is speculative sampling (Leviathan et al. 2023; Chen et al.
 probability min(1, p(x) / q(x)), else draw from norm((p - q)+). Early rejection is a truncated proposal:
 with q~(x) = q(x) * 1[x is kept], a rejected *or dropped* token is replaced by a draw from
 norm((p - q~)+). Drawing from p after a drop would be biased.
+
+Block verification (Sun et al. 2024) judges a chain as a whole and accepts at least as many tokens, from the
+same distribution.
 """
 
 from __future__ import annotations
@@ -70,3 +73,26 @@ def token_level(
     if dropped:
         return Verdict(k, noise.draw(residual(p_RV[k], q_tilde(k)), position + k), "correction", False)
     return Verdict(k, noise.draw(p_RV[k], position + k), "bonus", False)
+
+
+def block(
+    p_RV: torch.Tensor, q_at: list[float], drafted: list[int], q_tilde: Callable[[int], torch.Tensor],
+    dropped: bool, noise: Noise, position: int,
+) -> Verdict:
+    """Block verification of one chain; arguments as for `token_level`.
+
+    pi_0 = 1 and pi_{i+1} = min(1, pi_i p / q) at the drafted token. i tokens are kept with probability h_i, the
+    largest such i counting: h = pi where the draft ended of its own accord, and elsewhere, a dropped token
+    included, h = S / (S + 1 - pi) with S the sum of (pi p - q~)+, from which the next token is then drawn.
+    """
+    k, pi = len(drafted), [1.0]
+    for i, (token, q) in enumerate(zip(drafted, q_at, strict=True)):
+        pi.append(min(1.0, pi[-1] * float(p_RV[i, token]) / q))
+    if not dropped and noise.accept(pi[k]):
+        return Verdict(k, noise.draw(p_RV[k], position + k), "bonus", False)
+    for i in range(k if dropped else k - 1, 0, -1):
+        rest = (pi[i] * p_RV[i] - q_tilde(i)).clamp_min(0)
+        total = float(rest.sum())
+        if total > 0 and noise.accept(total / (total + 1.0 - pi[i])):
+            return Verdict(i, noise.draw(rest / total, position + i), "correction", i < k)
+    return Verdict(0, noise.draw(residual(p_RV[0], q_tilde(0)), position), "correction", k > 0)

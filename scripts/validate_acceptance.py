@@ -16,10 +16,11 @@ from draftsmith.data.text import read_samples
 from draftsmith.decode.bundle import load_bundle, update_manifest
 from draftsmith.decode.decoder import Decoder
 from draftsmith.decode.device import device_name
+from draftsmith.decode.references import transformers_generate
 from draftsmith.decode.report import table, write_report
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import load_target
-from draftsmith.decode.validate import Result, check, run_methods, summarise, transformers_reference
+from draftsmith.decode.validate import Result, check, run_methods, summarise
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.stage import load_prompts, run_job
 from pydantic import ValidationError
@@ -63,7 +64,7 @@ def main() -> None:
     reference = None
     if v.reference:
         stock = load_target(args.target or bundle.manifest.target["name"], trust_remote_code=trust)
-        reference = transformers_reference(stock.model, stock.eos_ids)
+        reference = transformers_generate(stock.model, stock.eos_ids)
     samples, prompts = encode_prompts(decoder.tokenizer, samples, decoder.runner.context - v.max_tokens)
     rows = run_methods(decoder, samples, prompts, methods, v.max_tokens, reference, REFERENCE_PROMPTS,
                        lambda schedule: tqdm(schedule, desc="validate", unit="run"))

@@ -49,6 +49,24 @@ def wait_for_all() -> None:
         torch.distributed.barrier()
 
 
+def gather(items: list[Any]) -> list[Any]:
+    """The items of all ranks, on every rank."""
+    if world_size() == 1:
+        return items
+    parts: list[Any] = [None] * world_size()
+    torch.distributed.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def from_first(value: Any) -> Any:
+    """What the first rank passes, on every rank."""
+    if world_size() > 1:
+        held = [value]
+        torch.distributed.broadcast_object_list(held, src=0)
+        value = held[0]
+    return value
+
+
 def say(message: str) -> None:
     """A line of progress, from the first rank only."""
     if rank() == 0:

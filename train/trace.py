@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,20 @@ from draftsmith.decode.policies import Fixed, Round
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.sampling import GumbelNoise, SamplingParams, process
 from draftsmith.decode.target import Target, load_target
-from draftsmith.distill.variants import DraftShape, Variant
+from draftsmith.distill.variants import DraftShape
 from draftsmith.train.recipe import Recipe, parse_args
-from draftsmith.train.stage import inputs_hash, load_trace_prompts, rank, run_job, say
+from draftsmith.train.stage import (
+    from_first,
+    gather,
+    inputs_hash,
+    load_trace_prompts,
+    local_device,
+    rank,
+    ranks_together,
+    run_job,
+    say,
+    world_size,
+)
 from tqdm import tqdm
 
 
@@ -92,79 +104,105 @@ def fit_margin(pairs: list[tuple[float, float]], cap: float) -> list[float]:
     return [float(w) for w in weights.detach()]
 
 
-def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, costs: Costs,
-            samples: list[Sample]) -> Traces:
-    """Decode the samples, each with one of the variants in rotation, and log every decision."""
-    from draftsmith.decode.goodput import MARGIN_CAP
+@dataclass
+class PromptTrace:
+    """Decisions of one prompt (`acceptance` float32 [A, HORIZON] each) and its (margin, label) pairs."""
 
+    number: int
+    rows: list[dict[str, Any]]
+    pairs: list[tuple[float, float]]
+
+
+def trace_prompt(recipe: Recipe, runner: Runner, draft: DraftRunner, eos_ids: frozenset[int], prompt: list[int],
+                 number: int) -> PromptTrace:
+    """Decode a prompt with one of the variants, in rotation, and log every decision."""
     t, variants = recipe.trace, draft.shape.variants()
     params = SamplingParams(max_tokens=t.max_tokens, temperature=t.temperature, seed=recipe.seed)
-    columns: dict[str, list[Any]] = {k: [] for k in ("prompt", "position", "features", "acceptance", "variant",
-                                                     "drafted", "accepted")}
-    pairs: list[tuple[float, float]] = []
-    samples, prompts = encode_prompts(target.tokenizer, samples, min(runner.context, draft.context) - t.max_tokens)
-    for number, prompt in enumerate(tqdm(prompts, desc="trace", unit="prompt")):
-        variant: Variant = variants[number % len(variants)]
-        recorder = Recorder()
-        generation = Generation(prompt, params, Logged(t.k, variant), runner, draft,
-                                GumbelNoise(recipe.seed, runner.vocab_size, number), target.eos_ids, costs)
-        generation.on_round = recorder.on_round
-        fresh = generation.prefill()
-        while generation.emitted < generation.max_tokens and not target.eos_ids & {x.id for x in fresh}:
-            recorder.decide(generation, number % len(variants))
-            fresh = generation.round()
-        ids = generation.tokens
-        ends = [i for i in range(generation.prompt_length, len(ids)) if ids[i] in target.eos_ids]
-        ids = ids[: ends[0] + 1] if ends else ids
-        if not recorder.rows:
-            continue
+    recorder, variant = Recorder(), variants[number % len(variants)]
+    generation = Generation(prompt, params, Logged(t.k, variant), runner, draft,
+                            GumbelNoise(recipe.seed, runner.vocab_size, number), eos_ids)
+    generation.on_round = recorder.on_round
+    fresh = generation.prefill()
+    while generation.emitted < generation.max_tokens and not eos_ids & {x.id for x in fresh}:
+        recorder.decide(generation, number % len(variants))
+        fresh = generation.round()
+    ids = generation.tokens
+    ends = [i for i in range(generation.prompt_length, len(ids)) if ids[i] in eos_ids]
+    ids = ids[: ends[0] + 1] if ends else ids
+    if recorder.rows:
         accepted = teacher_forced_acceptance(runner, draft, ids, generation.prompt_length, params)
         accepted = np.pad(accepted, ((0, 0), (0, HORIZON)), constant_values=np.nan)
         for row in recorder.rows:
-            columns["prompt"].append(samples[number].id)
-            columns["acceptance"].append(accepted[:, row["position"] : row["position"] + HORIZON])
-            for key, value in row.items():
-                columns[key].append(value)
-        pairs += recorder.pairs
-    if not columns["prompt"]:
+            row["acceptance"] = accepted[:, row["position"] : row["position"] + HORIZON]
+    return PromptTrace(number, recorder.rows, recorder.pairs)
+
+
+def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, costs: Costs,
+            samples: list[Sample]) -> Traces:
+    """Trace this rank's share of the samples and gather those of all ranks, in the samples' order."""
+    from draftsmith.decode.goodput import MARGIN_CAP
+
+    limit = min(runner.context, draft.context) - recipe.trace.max_tokens
+    samples, prompts = encode_prompts(target.tokenizer, samples, limit)
+    mine = range(rank(), len(prompts), world_size())
+    traced = [trace_prompt(recipe, runner, draft, target.eos_ids, prompts[number], number)
+              for number in tqdm(mine, desc="trace", unit="prompt", disable=rank() != 0)]
+    traced = sorted(gather(traced), key=lambda t: t.number)
+    rows = [{"prompt": samples[t.number].id, **row} for t in traced for row in t.rows]
+    if not rows:
         raise DraftsmithError("every trace prompt ended with its first token: there is no decision to learn from")
+    pairs, variants = [pair for t in traced for pair in t.pairs], draft.shape.variants()
     meta = {
         "variants": [v.name for v in variants], "step_seconds": [costs.step[v.name] for v in variants],
         "verify_rows": list(range(1, len(costs.verify) + 1)), "verify_seconds": costs.verify,
-        "catch_up_seconds": costs.catch_up, "temperature": t.temperature, "margin": fit_margin(pairs, MARGIN_CAP),
-        "costs": {cost_key(runner, draft): costs.to_json()},
+        "catch_up_seconds": costs.catch_up, "temperature": recipe.trace.temperature,
+        "margin": fit_margin(pairs, MARGIN_CAP), "costs": {cost_key(runner, draft): costs.to_json()},
     }
-    return Traces(columns["prompt"], np.array(columns["position"]), np.stack(columns["features"]),
-                  np.stack(columns["acceptance"]), np.array(columns["variant"]), np.array(columns["drafted"]),
-                  np.array(columns["accepted"]), meta)
+
+    def column(name: str) -> np.ndarray:
+        return np.stack([row[name] for row in rows])
+
+    return Traces([row["prompt"] for row in rows], column("position"), column("features"), column("acceptance"),
+                  column("variant"), column("drafted"), column("accepted"), meta)
 
 
-def load_draft(recipe: Recipe, target: Target) -> DraftRunner:
+def load_draft(recipe: Recipe, target: Target, precision: str) -> DraftRunner:
     """The distilled draft, ready to run."""
     from transformers import AutoConfig
 
     facts = read_json(recipe.draft_dir / "draft.json")
     tensors = load_tensors(recipe.draft_dir / "draft.safetensors")
     config, shape = AutoConfig.for_model(**facts["config"]), DraftShape.from_json(facts["shape"])
-    # At the precision that a decoder would choose here: a trace is of what will run.
-    return DraftRunner(config, shape, tensors, target.embedding, target.head, "auto")
+    return DraftRunner(config, shape, tensors, target.embedding, target.head, precision)
 
 
 def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
     recipe: Recipe = args.recipe
-    if rank() != 0:  # one writer, and undisturbed timings
-        return
     samples = load_trace_prompts(recipe)
     drafted = read_json(recipe.draft_dir / "stage.json")["inputs"]
     inputs = inputs_hash(recipe, ["trace"], draft=drafted, prompts=[str(s.messages or s.text) for s in samples])
     if recipe.trace_file.is_file() and read_meta(recipe.trace_file).get("inputs") == inputs:
         say(f"trace: {recipe.trace_file} is up to date, nothing to do")
         return
-    target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
-    runner = load_runner(target)
-    draft = load_draft(recipe, target)
-    traces = collect(recipe, target, runner, draft, measure_costs(runner, draft), samples)
+    with ranks_together():
+        run(recipe, samples, inputs)
+
+
+def run(recipe: Recipe, samples: list[Sample], inputs: str) -> None:
+    target = load_target(recipe.target.name, device=str(local_device()),
+                         trust_remote_code=recipe.target.trust_remote_code)
+    runner, draft, costs = load_runner(target), None, None
+    if rank() == 0:
+        # At the precision that a decoder would choose here, since a trace is of what will run; timed while the
+        # other ranks wait.
+        draft = load_draft(recipe, target, "auto")
+        costs = measure_costs(runner, draft)
+    precision, costs = from_first((draft.precision, costs) if draft else None)
+    draft = draft or load_draft(recipe, target, precision)
+    traces = collect(recipe, target, runner, draft, costs, samples)
+    if rank() != 0:
+        return
     traces.meta["inputs"] = inputs
     write_traces(recipe.trace_file, traces)
     mean = np.nanmean(traces.acceptance_NAH, axis=(0, 2))

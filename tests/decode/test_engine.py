@@ -216,6 +216,8 @@ def test_unknown_precisions_are_refused(bundle_folder: Path) -> None:
         Decoder.load(bundle_folder, precision="int4")
     with pytest.raises(DraftsmithError, match="draft precision 'int4' is not one of"):
         Decoder.load(bundle_folder, draft_precision="int4")
+    with pytest.raises(DraftsmithError, match="int8 needs a CPU and a target in fp32 or int8"):
+        Decoder.load(bundle_folder, precision="bf16", draft_precision="int8")
 
 
 # Dispatch

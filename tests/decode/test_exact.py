@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from draftsmith.decode.loop import Generation
 from draftsmith.decode.policies import Fixed, Paper, PaperSettings, Plan, Policy, View
 from draftsmith.decode.proposer import Draft, ElasticProposer
 from draftsmith.decode.sampling import Noise, SamplingParams
-from draftsmith.decode.verify import Verdict
+from draftsmith.decode.verify import Verdict, residual
 from draftsmith.distill.variants import DraftShape, Variant
 
 SHAPE = DraftShape(layers=4, exit=2, buckets=(1.0, 1.5), hidden=1, intermediate=6, head=3)
@@ -136,6 +136,21 @@ class Branches(Noise):
         return torch.tensor(self.draw(probs_D, position))
 
 
+def every_branch() -> Iterator[Branches]:
+    """Noise for each outcome in turn: to be used up before the next is asked for."""
+    script: list[int] = []
+    while True:
+        noise = Branches(script)
+        yield noise
+        taken, widths = noise.taken, noise.widths
+        while taken and taken[-1] + 1 == widths[-1]:
+            taken.pop()
+            widths.pop()
+        if not taken:
+            return
+        script = [*taken[:-1], taken[-1] + 1]
+
+
 @dataclass
 class Case:
     policy: Callable[[], Policy]
@@ -148,6 +163,11 @@ class Case:
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(**{"temperature": 1.0, "max_tokens": self.length, **self.params})
+
+    def generation(self, tables: Tables, noise: Branches, ahead: bool, rule: str) -> Generation:
+        target: Any = ScriptedTarget(tables)
+        draft: Any = ScriptedDraft(tables, self.head or tuple(range(self.vocab)), ahead)
+        return Generation(list(PROMPT), self.sampling(), self.policy(), target, draft, noise, self.eos, rule=rule)
 
 
 def paper(**settings: Any) -> Callable[[], Policy]:
@@ -200,19 +220,14 @@ CASES = {
 
 
 def enumerate_texts(
-    case: Case, tables: Tables, ahead: bool = False
+    case: Case, tables: Tables, ahead: bool = False, rule: str = "block"
 ) -> tuple[dict[tuple[int, ...], float], Counter[str]]:
     """Probability of each text, and how often each kind of event occurred over all branches. `ahead`: plans are
     drafted whole before any rule looks at them, as on a GPU."""
     texts: dict[tuple[int, ...], float] = defaultdict(float)
     events: Counter[str] = Counter()
-    params, head = case.sampling(), case.head or tuple(range(case.vocab))
-    script: list[int] = []
-    while True:
-        noise = Branches(script)
-        target: Any = ScriptedTarget(tables)
-        draft: Any = ScriptedDraft(tables, head, ahead)
-        generation = Generation(list(PROMPT), params, case.policy(), target, draft, noise, case.eos)
+    for noise in every_branch():
+        generation = case.generation(tables, noise, ahead, rule)
         emitted = [t.id for t in generation.prefill()]
         while len(emitted) < case.length and not case.eos & set(emitted):
             emitted += [t.id for t in generation.round()]
@@ -223,13 +238,7 @@ def enumerate_texts(
         events.update(
             accepted=s.accepted, rejected=s.rejected, bonus=s.bonus, ar=s.ar - 1, dropped=s.drafted - s.verified
         )
-        taken, widths = noise.taken, noise.widths
-        while taken and taken[-1] + 1 == widths[-1]:
-            taken.pop()
-            widths.pop()
-        if not taken:
-            return texts, events
-        script = [*taken[:-1], taken[-1] + 1]
+    return texts, events
 
 
 def reference_row(logits: np.ndarray, params: SamplingParams, banned: frozenset[int]) -> np.ndarray:
@@ -266,19 +275,44 @@ def total_variation(a: dict[tuple[int, ...], float], b: dict[tuple[int, ...], fl
     return 0.5 * sum(abs(a.get(t, 0.0) - b.get(t, 0.0)) for t in a.keys() | b.keys())
 
 
-def distance(case: Case) -> float:
+def distance(case: Case, rule: str) -> float:
     tables = Tables(case.vocab)
-    return total_variation(enumerate_texts(case, tables)[0], reference_texts(case, tables))
+    return total_variation(enumerate_texts(case, tables, rule=rule)[0], reference_texts(case, tables))
 
 
+rules = pytest.mark.parametrize("rule", ["block", "token"])
+
+
+@rules
 @pytest.mark.parametrize("name", CASES)
-def test_text_has_the_targets_distribution(name: str) -> None:
+def test_text_has_the_targets_distribution(name: str, rule: str) -> None:
     case = CASES[name]
     tables = Tables(case.vocab)
-    texts, events = enumerate_texts(case, tables)
+    texts, events = enumerate_texts(case, tables, rule=rule)
     assert total_variation(texts, reference_texts(case, tables)) < EXACT
     # The proof covers what it claims only if these branches were reached.
     assert not [event for event in case.must if not events[event]], events
+
+
+@pytest.mark.parametrize("name", ["fixed(1)", "fixed(2)", "fixed(3), top_k", "fixed(2), trimmed head"])
+def test_block_verification_accepts_at_least_as_much(name: str) -> None:
+    """Expected accepted tokens in the first round after the same prefix, over all branches."""
+    case = CASES[name]
+    tables = Tables(case.vocab)
+    accepted = {rule: expected_accepted(case, tables, rule) for rule in ("block", "token")}
+    assert accepted["block"] >= accepted["token"] - EXACT
+    if name != "fixed(1)":
+        assert accepted["block"] > accepted["token"] + 1e-6, "a longer chain gains"
+
+
+def expected_accepted(case: Case, tables: Tables, rule: str) -> float:
+    total = 0.0
+    for noise in every_branch():
+        generation = case.generation(tables, noise, False, rule)
+        generation.prefill()
+        generation.round()
+        total += noise.weight * generation.stats.accepted
+    return total
 
 
 @pytest.mark.parametrize("name", ["fixed(2)", "fixed(2), end banned at first", "paper, early rejection",
@@ -315,12 +349,32 @@ Patch = pytest.MonkeyPatch
 
 
 def draw_from_p_after_a_drop(patch: Patch) -> None:
-    real = loop.token_level
+    def faulty(real: Any) -> Any:
+        return lambda p, q_at, drafted, q_tilde, dropped, *rest: real(p, q_at, drafted, q_tilde, False, *rest)
 
-    def faulty(p: torch.Tensor, q_at: Any, drafted: Any, q_tilde: Any, dropped: bool, *rest: Any) -> Verdict:
-        return real(p, q_at, drafted, q_tilde, False, *rest)
+    for rule, real in loop.RULES.items():
+        patch.setitem(loop.RULES, rule, faulty(real))
 
-    patch.setattr(loop, "token_level", faulty)
+
+def block_with_the_token_rules_residual(patch: Patch) -> None:
+    real = loop.RULES["block"]
+
+    def faulty(p: torch.Tensor, q_at: Any, drafted: Any, q_tilde: Any, dropped: bool, noise: Any, at: int) -> Verdict:
+        verdict = real(p, q_at, drafted, q_tilde, dropped, noise, at)
+        if verdict.source == "correction":
+            i = verdict.accepted
+            verdict.token = noise.draw(residual(p[i], q_tilde(i)), at + i)
+        return verdict
+
+    patch.setitem(loop.RULES, "block", faulty)
+
+
+def block_that_keeps_what_each_token_test_would(patch: Patch) -> None:
+    """h = pi everywhere, as if every place were a voluntary stop."""
+    patch.setitem(loop.RULES, "block", lambda p, q_at, drafted, q_tilde, dropped, noise, at: next(
+        Verdict(i, noise.draw(residual(p[i], q_tilde(i)) if i < len(drafted) else p[i], at + i), "bonus", False)
+        for i in range(len(drafted), -1, -1)
+        if noise.accept(min(1.0, float(np.prod([float(p[j, drafted[j]]) / q_at[j] for j in range(i)]))))))
 
 
 def residual_without_truncation(patch: Patch) -> None:
@@ -376,6 +430,13 @@ def crop_one_too_few(patch: Patch) -> None:
         (crop_one_too_few, "fixed(1)"),
     ],
 )
-def test_planted_fault_is_caught(fault: Callable[[Patch], None], name: str, monkeypatch: Patch) -> None:
+@rules
+def test_planted_fault_is_caught(fault: Callable[[Patch], None], name: str, rule: str, monkeypatch: Patch) -> None:
     fault(monkeypatch)
-    assert distance(CASES[name]) > CAUGHT
+    assert distance(CASES[name], rule) > CAUGHT
+
+
+@pytest.mark.parametrize("fault", [block_with_the_token_rules_residual, block_that_keeps_what_each_token_test_would])
+def test_a_wrong_block_rule_is_caught(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    fault(monkeypatch)
+    assert distance(CASES["fixed(3), top_k"], "block") > CAUGHT

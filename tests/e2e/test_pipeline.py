@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from draftsmith.data.io import write_jsonl
 from draftsmith.data.teacher_cache import TeacherCache
+from draftsmith.data.traces import read_traces
 from draftsmith.decode.cli import GREEN, RESET
 from tiny import write_tiny_recipe
 
@@ -90,6 +93,18 @@ def test_two_ranks_write_the_cache_of_one(folder: Path, mode: str) -> None:
     assert one == two
 
 
+def test_two_ranks_trace_what_one_does(folder: Path) -> None:
+    copy = folder / "traced"
+    shutil.copytree(folder / "out", copy)
+    (copy / "traces.parquet").unlink()
+    launch("trace", folder / "recipe.yaml", f"out={copy}", ranks=2)
+    one, two = read_traces(folder / "out/traces.parquet"), read_traces(copy / "traces.parquet")
+    assert one.prompt_N == two.prompt_N
+    assert one.position_N.tolist() == two.position_N.tolist()
+    assert one.accepted_N.tolist() == two.accepted_N.tolist()
+    np.testing.assert_allclose(one.acceptance_NAH, two.acceptance_NAH, atol=1e-4)
+
+
 def test_bench_prints_figures_of_this_machine(folder: Path) -> None:
     bundle, prompts, out = str(folder / "out/bundle"), str(folder / "heldout.jsonl"), folder / "bench.json"
     command = [sys.executable, "-m", "draftsmith.decode.cli", "bench", bundle, "--max-tokens", "12", "--json", str(out)]
@@ -102,6 +117,9 @@ def test_bench_prints_figures_of_this_machine(folder: Path) -> None:
     assert figures["ar"]["parts"]["draft"] == 0
     assert "Memory bandwidth" in run(*command, "--passes").stdout
     assert "| gate_up |" in run(*command, "--linears").stdout
+    others = run(*command, "--prompts", prompts, "--references", "--count", "2").stdout
+    assert "| transformers assisted, our 4-layer draft |" in others
+    assert others.count("2 of 2 |") >= 5, "greedy text is the same whoever decodes"
 
 
 def test_tensorboard_has_losses_acceptance_learning_rate_and_speed(folder: Path) -> None:

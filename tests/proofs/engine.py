@@ -10,6 +10,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ BARS = {
 STOCK = """
 import json, sys, time, torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2])).eval()
 for line in sys.stdin:
     job = json.loads(line)
     ids = torch.tensor(job["ids"])
@@ -75,9 +76,9 @@ print(json.dumps([held("VmHWM") - base, decoder.runner.weight_bytes + 4 * decode
 class Stock:
     """`transformers` generate in another process, started with the environment a user has."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, dtype: str = "float32") -> None:
         environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
-        self.process = subprocess.Popen([sys.executable, "-c", STOCK, folder], stdin=subprocess.PIPE,
+        self.process = subprocess.Popen([sys.executable, "-c", STOCK, folder, dtype], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, text=True, env=environment)
 
     def seconds(self, ids: list[list[int]], tokens: int) -> float:
@@ -120,22 +121,23 @@ def single(decoder: Decoder, stock: Stock) -> dict[str, list[float]]:
 
 
 def batched(target_name: str, stock: Stock) -> dict[str, list[float]]:
-    """Seconds of writing answers for a batch of prompts: in fp32, as the job runs by default, and stock."""
+    """Seconds of writing answers for a batch of prompts, ours with the teacher's rows: "job" as respond runs by
+    default, and both sides in each precision."""
     prompts = random_ids(BATCH, BATCH_PROMPT)
 
     def respond(runner: Any) -> Callable[[], float]:
         def run() -> float:
-            import time
-
             start = time.perf_counter()
             list(generate_batch(runner, prompts, 1, [0.0], BATCH_TOKENS, frozenset(), BATCH, 0, TEACHER_K, 0.5))
             return time.perf_counter() - start
         return run
 
-    jobs = {"fp32": respond(load_runner(load_target(target_name, torch.float32))),
-            "transformers": lambda: stock.seconds(prompts, BATCH_TOKENS)}
+    plain = respond(load_runner(load_target(target_name, torch.float32)))
+    jobs = {"job": plain, "transformers fp32": lambda: stock.seconds(prompts, BATCH_TOKENS)}
     if (dtype := training_dtype("auto", "cpu")) != torch.float32:
-        jobs["job"] = respond(load_runner(load_target(target_name, dtype)))
+        half = Stock(resolve(target_name), "bfloat16")
+        jobs |= {"job": respond(load_runner(load_target(target_name, dtype))), "ours fp32": plain,
+                 "transformers bf16": lambda: half.seconds(prompts, BATCH_TOKENS)}
     return bench.interleaved(jobs, BATCH_ROUNDS, lambda r: tqdm(r, desc="batched", unit="round"))
 
 
@@ -162,7 +164,7 @@ def main() -> None:
         "our AR / transformers generate": ratio("ar", "transformers"),
         "4-layer draft step / t(1 row)": ratio("draft", "t1"),
         "batched respond / transformers generate": statistics.median(
-            t / o for t, o in zip(batches["transformers"], batches["fp32"], strict=True)),
+            t / o for t, o in zip(batches["transformers fp32"], batches["job"], strict=True)),
         "time outside the forwards, fixed(4)": middle["outside"], "policy ar / bare loop": ratio("loop", "bare"),
         "peak memory over weights and caches": peak / expected,
     }
