@@ -15,10 +15,11 @@ from .device import synchronise
 from .draft import DraftRunner
 from .meter import PerplexityMeter, log_probs_at
 from .policies import Plan, Policy, Round, View
+from .processors import Processors
 from .profile import Laps
 from .proposer import METER_ROWS, Draft, ElasticProposer
 from .runner import Runner
-from .sampling import Noise, SamplingParams, forbid, process
+from .sampling import Noise, SamplingParams, process
 from .verify import Verdict, block, match, token_level
 
 FEATURE_TOKENS = 8
@@ -29,7 +30,8 @@ RULES = {"block": block, "token": token_level}
 class Token:
     """An emitted token and where it came from: "accepted", "correction", "bonus" or "ar".
 
-    p: the target's probability of it after all processing; q: the draft's, for accepted tokens.
+    p: the target's probability of it after all processing; q: the draft's, for accepted tokens. logprob: of the
+    target's own logits, and top_logprobs (id, logprob) of the likeliest, where `SamplingParams.logprobs` asks.
     """
 
     id: int
@@ -37,6 +39,8 @@ class Token:
     p: float
     q: float | None = None
     variant: str | None = None
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -103,14 +107,16 @@ class Generation:
             raise DraftsmithError(f"stop token id {bad[0]} is outside the target's vocabulary of {target.vocab_size}")
         self.max_tokens = min(params.max_tokens, target.context - len(prompt))
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
-        # Before min_tokens neither end-of-sequence nor a stop token can be sampled.
-        self.ban_until = self.prompt_length + params.min_tokens if self.stop_ids else 0
+        if bad := [i for i in params.logit_bias if not 0 <= i < target.vocab_size]:
+            raise DraftsmithError(f"logit_bias names token id {bad[0]}, outside the target's vocabulary of "
+                                  f"{target.vocab_size}")
+        self.processors = Processors(params, prompt, self.stop_ids, target.vocab_size)
         capacity = len(prompt) + self.max_tokens
         self.cache = target.new_cache(1, capacity)
         self.laps = Laps()
         self.proposer: ElasticProposer | None = None
         if draft is not None and policy.name != "ar" and len(prompt) < draft.context:
-            self.proposer = ElasticProposer(draft, self.tokens, capacity, params, noise, self.stop_ids, self.laps)
+            self.proposer = ElasticProposer(draft, self.tokens, capacity, params, noise, self.processors, self.laps)
         self.meter = PerplexityMeter()
         self.stats = Stats(prompt_tokens=len(prompt), parts=self.laps.seconds)
         self.last_hidden: torch.Tensor | None = None
@@ -131,7 +137,7 @@ class Generation:
         if self._metered:
             for i, value in enumerate(log_probs_at(logits[0], self.tokens[first:])):
                 self.meter.target[first + i] = value
-        p_RV = self._process(logits[0, -1:], len(self.tokens))
+        p_RV = self._process(logits[0, -1:], [])
         token = self._target_tokens(p_RV, len(self.tokens))[0]
         self.laps.lap("sampling")
         self.stats.ar += 1
@@ -154,7 +160,7 @@ class Generation:
         synchronise(self.target.device)
         target_seconds = laps.lap("target")
 
-        p_RV = self._process(logits[0], position)
+        p_RV = self._process(logits[0], draft.tokens)
         laps.lap("sampling")
         verdict = self._verify(p_RV, draft, position)
         emitted = self._commit(draft, verdict, p_RV, logits[0], hidden[0])
@@ -179,7 +185,7 @@ class Generation:
         if self.proposer is None or plan.variant is None or len(self.tokens) > self.proposer.room:
             return Draft()
         meter = self.meter if self._metered else None
-        return self.proposer.propose(self.tokens, plan, self.policy, meter, self.stop_ids, self.ban_until)
+        return self.proposer.propose(self.tokens, plan, self.policy, meter, self.stop_ids)
 
     def _verify(self, p_RV: torch.Tensor, draft: Draft, position: int) -> Verdict:
         if self.params.greedy or self.noise.coupled:
@@ -200,16 +206,29 @@ class Generation:
             return p_RV.argmax(-1).tolist()
         return [self.noise.draw(p, position + i) for i, p in enumerate(p_RV)]
 
-    def _process(self, logits_RV: torch.Tensor, position: int) -> torch.Tensor:
+    def _process(self, logits_RV: torch.Tensor, drafted: list[int]) -> torch.Tensor:
+        """What is sampled from, for the rows after the text and after each drafted token."""
+        position = len(self.tokens)
         if not bool(torch.isfinite(logits_RV.sum())):
             raise DraftsmithError(f"the target's logits are not finite at position {position} "
                                   f"({self.emitted} tokens emitted): the weights or the precision are at fault")
-        banned = min(len(logits_RV), self.ban_until - position)
-        if banned > 0:
-            logits_RV = torch.cat([forbid(logits_RV[:banned], sorted(self.stop_ids)), logits_RV[banned:]])
+        if any(self.processors.active(position + i) for i in range(len(logits_RV))):
+            logits_RV = self._adjust(logits_RV, drafted)
         if self.params.greedy:
             return logits_RV  # argmax is all that is asked of it
         return process(logits_RV, self.params)
+
+    def _adjust(self, logits_RV: torch.Tensor, drafted: list[int]) -> torch.Tensor:
+        """Penalties, bans and the caller's processors, row by row."""
+        rows, position = list(logits_RV), len(self.tokens)
+        text = [*self.tokens, *drafted]
+        for i, row in enumerate(rows):
+            rows[i] = self.processors(row, text[: position + i])
+            if float(rows[i].max()) == float("-inf"):
+                raise DraftsmithError(f"logits_processors leave no token possible at position {position + i}")
+            if i < len(drafted) and float(rows[i][drafted[i]]) == float("-inf"):
+                break  # this token will be rejected, and no processor should see a text that cannot be
+        return torch.stack(rows)
 
     def _commit(self, draft: Draft, verdict: Verdict, p_RV: torch.Tensor, logits_RV: torch.Tensor,
                 hidden_RH: torch.Tensor) -> list[Token]:
@@ -220,6 +239,8 @@ class Generation:
         name = draft.variant.name if draft.variant else None
         emitted = [Token(t, "accepted", p_at[i], draft.q_at[i], name) for i, t in enumerate(draft.tokens[:n])]
         emitted.append(Token(verdict.token, verdict.source, p_at[n]))
+        if self.params.logprobs is not None:
+            self._report(emitted, logits_RV)
         if self._metered:
             for i, value in enumerate(log_probs_at(logits_RV, new)):
                 self.meter.target[position + i] = value
@@ -230,6 +251,15 @@ class Generation:
         self.tokens += new
         self.last_hidden = hidden_RH[n]
         return emitted
+
+    def _report(self, emitted: list[Token], logits_RV: torch.Tensor) -> None:
+        """Give tokens their log-probabilities and the likeliest alternatives."""
+        assert self.params.logprobs is not None
+        logp_RV = torch.log_softmax(logits_RV[: len(emitted)], -1)
+        values, ids = logp_RV.topk(min(self.params.logprobs, logp_RV.shape[-1]), -1)
+        for i, token in enumerate(emitted):
+            token.logprob = float(logp_RV[i, token.id])
+            token.top_logprobs = list(zip(ids[i].tolist(), values[i].tolist(), strict=True))
 
     def _rollback(self) -> None:
         """Both caches forget everything but the committed text; its last token is not yet in them."""

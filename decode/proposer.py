@@ -10,6 +10,7 @@ from draftsmith.distill.variants import Variant
 from .draft import DraftRunner
 from .meter import PerplexityMeter, log_probs_at
 from .policies import Plan, Policy
+from .processors import Processors
 from .profile import Laps
 from .sampling import GumbelNoise, Noise, SamplingParams, process
 
@@ -50,13 +51,13 @@ class ElasticProposer:
     """Runs an elastic draft for one request; its cache follows the committed text."""
 
     def __init__(self, runner: DraftRunner, prompt: list[int], capacity: int, params: SamplingParams, noise: Noise,
-                 forbidden: frozenset[int], laps: Laps | None = None) -> None:
+                 processors: Processors, laps: Laps | None = None) -> None:
         self.runner, self.params, self.noise, self.laps = runner, params, noise, laps or Laps()
+        self.processors = processors
         self.cache = runner.new_cache(capacity, prompt)
         self.head_ids = self.cache.head_ids
         self.head_list: list[int] = self.head_ids.tolist()
         self.rows = {token: row for row, token in enumerate(self.head_list)}
-        self.forbidden = [i for i, token in enumerate(self.head_list) if token in forbidden]
         self.room = self.cache.capacity
 
     def read(self, tokens: list[int], variant: Variant, meter: PerplexityMeter | None) -> torch.Tensor:
@@ -81,18 +82,18 @@ class ElasticProposer:
         return [value if row >= 0 else float("-inf") for value, row in zip(known, rows, strict=True)]
 
     def propose(self, tokens: list[int], plan: Plan, policy: Policy, meter: PerplexityMeter | None,
-                stop_ids: frozenset[int], ban_until: int) -> Draft:
-        """Draft up to `plan.max_tokens` after `tokens`. Tokens in `forbidden` are impossible at positions
-        before `ban_until`; drafting ends after a token in `stop_ids`."""
+                stop_ids: frozenset[int]) -> Draft:
+        """Draft up to `plan.max_tokens` after `tokens`; drafting ends after a token in `stop_ids`."""
         assert plan.variant is not None
         draft = Draft(plan.variant)
         draft.read = len(tokens) - self.cache.lengths[0]
         logits = self.read(tokens, plan.variant, meter)
-        ahead = self._look_ahead(logits, plan, len(tokens), ban_until) if self.runner.ahead else None
+        # Penalties need the tokens that were drafted, which drafting ahead does not wait for.
+        ahead = self._look_ahead(logits, plan, tokens) if self.runner.ahead and not self.processors.stateful else None
         draft.rows.append(logits)
         while len(draft.tokens) < plan.max_tokens:
             index = len(draft.tokens)
-            logits = self._allowed(logits, len(tokens) + index, ban_until)
+            logits = self._processed(logits, tokens, draft.tokens)
             top = logits.topk(2).values if policy.wants_margin and len(logits) > 1 else None
             margin = float(top[0] - top[1]) if top is not None else 0.0
             if not policy.proceed(index, margin):
@@ -114,12 +115,13 @@ class ElasticProposer:
         self.laps.lap("draft")
         return logits
 
-    def _allowed(self, logits: torch.Tensor, position: int, ban_until: int) -> torch.Tensor:
-        if position >= ban_until or not self.forbidden:
+    def _processed(self, logits: torch.Tensor, tokens: list[int], drafted: list[int]) -> torch.Tensor:
+        """What the target's logits will undergo too, so that the draft stays close to it."""
+        if not self.processors.active(len(tokens) + len(drafted)):
             return logits
-        return logits.index_fill(0, torch.tensor(self.forbidden, device=logits.device), float("-inf"))
+        return self.processors(logits, [*tokens, *drafted], self.rows)
 
-    def _look_ahead(self, logits: torch.Tensor, plan: Plan, position: int, ban_until: int) -> _Ahead:
+    def _look_ahead(self, logits: torch.Tensor, plan: Plan, tokens: list[int]) -> _Ahead:
         """Draft all tokens of a plan on the device, without waiting for any of them.
 
         What is drafted past the place where a rule would have stopped is not proposed: the rules look at the
@@ -128,11 +130,11 @@ class ElasticProposer:
         assert plan.variant is not None
         rows, picks = [logits], []
         for i in range(plan.max_tokens):
-            allowed = self._allowed(rows[-1], position + i, ban_until)
+            processed = self._processed(rows[-1], tokens, [0] * i)  # only their number matters here
             if self.params.greedy:
-                pick = allowed.argmax()
+                pick = processed.argmax()
             else:
-                pick = self.noise.pick(process(allowed[None], self.params)[0], position + i, self.head_ids)
+                pick = self.noise.pick(process(processed[None], self.params)[0], len(tokens) + i, self.head_ids)
             picks.append(pick)
             if i + 1 < plan.max_tokens:
                 token = self.head_ids.index_select(0, pick.view(1))  # plain indexing would wait for its value
@@ -148,7 +150,8 @@ class ElasticProposer:
 
         Both depend on the prefix and on q before sampling alone, or truncate the proposal.
         """
-        if bool(torch.isnan(logits).any()):
+        best = float(logits.max())
+        if best != best or best == float("-inf"):  # NaN, or nothing in the trimmed head is possible here
             return False
         raw = torch.log_softmax(logits, dim=-1)
         if self.params.greedy:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from draftsmith.data import DraftsmithError
+
+from .processors import LogitsProcessor
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,10 @@ class SamplingParams:
 
     temperature 0 is greedy. `stop` strings end the text and are not part of it; `stop_token_ids` end it
     and are kept as ids. With a `seed` the text depends on nothing but the seed and the
-    target (up to rounding, as greedy text does).
+    target (up to rounding, as greedy text does). `min_p` keeps tokens at least that likely relative to the
+    likeliest. `logprobs`: None, or how many alternatives to report with each token's log-probability, which is
+    that of the target's own logits, before any processing. `logits_processors` are called at every position
+    of a block with the tokens generated up to it and the logits; a grammar is one.
     """
 
     max_tokens: int = 256
@@ -29,6 +35,13 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -40,6 +53,15 @@ class SamplingParams:
             (self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}"),
             (self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}"),
             (all(self.stop), "stop strings must not be empty"),
+            (0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], not {self.min_p}"),
+            (0.0 < self.repetition_penalty < float("inf"),
+             f"repetition_penalty must be above 0, not {self.repetition_penalty}"),
+            (-2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], not {self.presence_penalty}"),
+            (-2.0 <= self.frequency_penalty <= 2.0,
+             f"frequency_penalty must be in [-2, 2], not {self.frequency_penalty}"),
+            (all(-100 <= b <= 100 for b in self.logit_bias.values()), "logit_bias values must be in [-100, 100]"),
+            (self.logprobs is None or 0 <= self.logprobs <= 20,
+             f"logprobs must be from 0 to 20, or None, not {self.logprobs}"),
         ]
         for fine, message in checks:
             if not fine:
@@ -51,7 +73,7 @@ class SamplingParams:
 
 
 def process(logits_RV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Probabilities [R, V] after temperature, top-k and top-p, in the logits' precision.
+    """Probabilities [R, V] after temperature, min-p, top-k and top-p, in the logits' precision.
 
     Ties at the top-k boundary are all kept, as in `transformers`; top-p keeps the smallest set of most
     likely tokens whose mass reaches top_p. Greedy gives one-hot rows.
@@ -59,6 +81,9 @@ def process(logits_RV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.greedy:
         return torch.zeros_like(logits_RV).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
     logits = logits_RV / params.temperature
+    if params.min_p > 0.0:
+        floor = logits.amax(-1, keepdim=True) + math.log(params.min_p)
+        logits = logits.masked_fill(logits < floor, float("-inf"))
     if 0 < params.top_k < logits.shape[-1]:
         floor = logits.topk(params.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))
@@ -69,11 +94,6 @@ def process(logits_RV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         probs = probs.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
-
-
-def forbid(logits_RV: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-    """Logits with the given tokens impossible (end-of-sequence before min_tokens)."""
-    return logits_RV.index_fill(-1, torch.as_tensor(list(ids), device=logits_RV.device), float("-inf"))
 
 
 class Noise:

@@ -185,6 +185,16 @@ def fixed(k: int) -> Callable[[], Policy]:
     return lambda: Fixed(k, Variant(4))
 
 
+def no_token_twice(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A grammar: a token may not follow itself, and must be even after an odd one."""
+    if answer:
+        assert all(a != b and not (a % 2 and b % 2) for a, b in zip(answer, answer[1:], strict=False)), answer
+        logits[answer[-1]] = float("-inf")
+        if answer[-1] % 2:
+            logits[1::2] = float("-inf")
+    return logits
+
+
 CASES = {
     "fixed(1)": Case(fixed(1)),
     "fixed(2)": Case(fixed(2)),
@@ -193,6 +203,13 @@ CASES = {
     "fixed(2), temperature": Case(fixed(2), {"temperature": 0.6}),
     "fixed(2), top_p": Case(fixed(2), {"top_p": 0.75, "temperature": 1.4}, vocab=5),
     "fixed(2), end banned at first": Case(fixed(2), {"min_tokens": 2}, eos=frozenset({2})),
+    "fixed(2), min_p": Case(fixed(2), {"min_p": 0.3, "temperature": 1.5}),
+    "fixed(2), penalties": Case(
+        fixed(2), {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.9}, vocab=3, head=(0, 2)
+    ),
+    "fixed(2), bias": Case(fixed(2), {"logit_bias": {0: -100.0, 2: 1.5}}, length=3),
+    "fixed(2), grammar": Case(fixed(2), {"logits_processors": [no_token_twice]}, vocab=4, head=(0, 2, 3)),
+    "paper, penalties": Case(paper(), {"frequency_penalty": 1.2}, must=("accepted", "rejected", "dropped"), length=3),
     "fixed(2), end": Case(fixed(2), eos=frozenset({2})),
     "paper, early rejection": Case(paper(), must=("accepted", "rejected", "dropped")),
     "paper, early rejection, top_p": Case(
@@ -241,10 +258,24 @@ def enumerate_texts(
     return texts, events
 
 
-def reference_row(logits: np.ndarray, params: SamplingParams, banned: frozenset[int]) -> np.ndarray:
-    """Temperature, top-k and top-p in plain numpy, written apart from the code under test."""
+def reference_row(
+    logits: np.ndarray, params: SamplingParams, banned: frozenset[int], answer: tuple[int, ...]
+) -> np.ndarray:
+    """All processing in plain numpy, written apart from the code under test."""
+    logits = logits.copy()
+    for token in range(len(logits)):
+        logits[token] += params.logit_bias.get(token, 0.0)
+        if token in PROMPT or token in answer:
+            r = params.repetition_penalty
+            logits[token] = logits[token] / r if logits[token] > 0 else logits[token] * r
+        if token in answer:
+            logits[token] -= params.presence_penalty + params.frequency_penalty * answer.count(token)
+    for processor in params.logits_processors:
+        logits = processor(list(answer), torch.from_numpy(logits)).numpy()
     logits = logits / params.temperature
     logits[list(banned)] = -np.inf
+    if params.min_p:
+        logits[np.exp(logits - logits.max()) < params.min_p] = -np.inf
     if params.top_k:
         logits[np.argsort(-logits)[params.top_k :]] = -np.inf
     probs = np.exp(logits - logits.max())
@@ -264,7 +295,7 @@ def reference_texts(case: Case, tables: Tables) -> dict[tuple[int, ...], float]:
         banned = case.eos if i < params.min_tokens else frozenset()
         longer: dict[tuple[int, ...], float] = {}
         for text, weight in open_texts.items():
-            row = reference_row(tables.target(tuple(PROMPT) + text), params, banned)
+            row = reference_row(tables.target(tuple(PROMPT) + text), params, banned, text)
             for token in np.nonzero(row)[0].tolist():
                 (done if token in case.eos else longer)[text + (token,)] = weight * row[token]
         open_texts = longer

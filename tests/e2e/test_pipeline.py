@@ -78,17 +78,21 @@ def cache_rows(folder: Path) -> list[tuple[list[int], list[int]]]:
     return [(cache[i].tokens.tolist(), cache[i].top_ids[:, 0].tolist()) for i in range(len(cache))]
 
 
-@pytest.mark.parametrize("mode", ["generate", "score"])
-def test_two_ranks_write_the_cache_of_one(folder: Path, mode: str) -> None:
-    """Shards of four documents, dealt out by number; sampled text is keyed by prompt and answer, not by rank."""
-    recipe, texts = folder / "recipe.yaml", folder / "texts.jsonl"
+def test_two_ranks_write_the_answers_of_one(folder: Path) -> None:
+    """Shards are dealt out by number; sampled text is keyed by prompt and answer, not by rank."""
+    launch("respond", folder / "recipe.yaml", f"out={folder}/answers", ranks=2)
+    one, two = cache_rows(folder / "out/teacher"), cache_rows(folder / "answers/teacher")
+    assert len(one) == 40
+    assert one == two
+
+
+def test_two_ranks_score_text_as_one_does(folder: Path) -> None:
+    texts, out = folder / "texts.jsonl", f"out={folder}/scored"
     write_jsonl(texts, [{"id": str(i), "text": f"some text number {i}"} for i in range(18)])
-    options = ["respond.answers=2", "respond.temperatures=[0.0,0.8]"] if mode == "generate" else [
-        "respond.mode=score", f"prompts.train={texts}"]
-    for ranks in (1, 2):
-        launch("respond", recipe, f"out={folder}/{mode}{ranks}", "respond.shard_documents=4", "prompts.train_count=18",
-               *options, ranks=ranks)
-    one, two = (cache_rows(folder / f"{mode}{ranks}" / "teacher") for ranks in (1, 2))
+    options = ["respond.mode=score", f"prompts.train={texts}", "respond.shard_documents=4", "prompts.train_count=18"]
+    run(sys.executable, "train/respond.py", "--recipe", str(folder / "recipe.yaml"), f"{out}1", *options)
+    launch("respond", folder / "recipe.yaml", f"{out}2", *options, ranks=2)
+    one, two = cache_rows(folder / "scored1/teacher"), cache_rows(folder / "scored2/teacher")
     assert len(one) == 18
     assert one == two
 
