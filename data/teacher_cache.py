@@ -84,9 +84,11 @@ class CacheWriter:
             write_json(self.directory / MANIFEST, asdict(manifest))
             return
         found = load_manifest(self.directory)
-        if found.identity() != manifest.identity():
+        # A setting that an earlier release did not record says nothing against its cache.
+        known = {key: value for key, value in manifest.settings.items() if key in found.settings}
+        if found.identity() != {**manifest.identity(), "settings": known}:
             theirs, ours = ({**m.identity(), **m.settings} for m in (found, manifest))
-            key = next(k for k in [*manifest.settings, *ours] if theirs.get(k) != ours.get(k))
+            key = next(k for k in [*manifest.settings, *ours] if k in theirs and theirs[k] != ours[k])
             raise DraftsmithError(f"{self.directory}: holds a cache made with {key} = {theirs.get(key)}, not "
                                   f"{ours.get(key)}; choose another folder or delete it")
         self.manifest = found

@@ -98,7 +98,7 @@ def pass_table(decoder: Decoder, rows: Sequence[int], contexts: Sequence[int], b
     probe, out = Prober(decoder.runner, None, repeats=3), []
     with torch.no_grad():
         for batch, context in [(1, c) for c in contexts] + [(b, contexts[0]) for b in batches if b > 1]:
-            if context + max(rows) > decoder.runner.context:
+            if context + max(rows) > decoder.runner.context or batch > (decoder.runner.max_batch or batch):
                 continue
             for n in rows:
                 out.append({"rows": n, "context": context, "batch": batch,
@@ -118,7 +118,7 @@ def draft_table(decoder: Decoder, contexts: Sequence[int]) -> list[dict[str, Any
 
 
 def linear_table(shapes: dict[str, tuple[int, int]], rows: Sequence[int], repeats: int = 15) -> list[dict[str, Any]]:
-    """Seconds of a product held plain, packed and in int8; shapes are name -> (inputs, outputs).
+    """Seconds of a product held plain, in blocks, packed and in int8; shapes are name -> (inputs, outputs).
 
     Each kind gets copies of its weights beyond the processor's caches, and kinds take turns.
     """

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from . import bench
 from .decoder import Decoder
 from .device import device_name
+from .stack import is_lean
 
 ROWS = (1, 2, 4, 8, 16)
 CONTEXTS = (128, 512, 2048, 8000)
@@ -34,11 +35,16 @@ def policy_names(text: str) -> list[str]:
 
 def prompts_for(decoder: Decoder, file: str | None, count: int, max_tokens: int) -> list[list[int]]:
     from draftsmith.data.chat import encode_prompts
-    from draftsmith.data.quickstart_prompts import build
+    from draftsmith.data.quickstart_prompts import available, build
     from draftsmith.data.text import Sample, read_samples
 
-    samples = (read_samples(file)[:count] if file else
-               [Sample(r["id"], r["kind"], messages=r["messages"]) for r in build("heldout", count, 0)])
+    if max_tokens < 1:
+        raise DraftsmithError(f"--max-tokens must be 1 or more, not {max_tokens}")
+    if file:
+        samples = read_samples(file)[:count]
+    else:
+        built = build("heldout", min(count, available("heldout")), 0)
+        samples = [Sample(r["id"], r["kind"], messages=r["messages"]) for r in built]
     _, prompts = encode_prompts(decoder.tokenizer, samples, decoder.runner.context - max_tokens)
     if len(prompts) < 2:
         raise DraftsmithError(f"{len(prompts)} prompts are left that fit the target's context; 2 are needed")
@@ -47,8 +53,6 @@ def prompts_for(decoder: Decoder, file: str | None, count: int, max_tokens: int)
 
 def policies(decoder: Decoder, names: str, file: str | None, count: int, max_tokens: int, profile: bool) -> Figures:
     """Policies on prompts, interleaved; `profile` adds where their time goes."""
-    if max_tokens < 1:
-        raise DraftsmithError(f"--max-tokens must be 1 or more, not {max_tokens}")
     chosen = policy_names(names)
     prompts = prompts_for(decoder, file, count, max_tokens)
     progress: Callable[[Any], Any] = lambda x: tqdm(x, desc="bench", unit="prompt")  # noqa: E731
@@ -68,12 +72,14 @@ def policies(decoder: Decoder, names: str, file: str | None, count: int, max_tok
     return {"machine": device_name(), "prompts": len(prompts), "max_tokens": max_tokens, "policies": found}, text
 
 
-def others(decoder: Decoder, folder: str, names: str, file: str | None, count: int, max_tokens: int) -> Figures:
+def others(decoder: Decoder, folder: str, names: str, file: str | None, count: int, max_tokens: int,
+           trust_remote_code: bool) -> Figures:
     """Policies beside outside engines; prefill included."""
     from .references import references, run_references
 
     prompts = prompts_for(decoder, file, count, max_tokens)
-    found = run_references(decoder, references(folder, decoder), prompts, policy_names(names), max_tokens,
+    engines = references(folder, decoder, trust_remote_code)
+    found = run_references(decoder, engines, prompts, policy_names(names), max_tokens,
                            lambda x: tqdm(x, desc="bench", unit="prompt"))
     lines = [[name, f"{f['tokens_per_second']:.1f}",
               f"{f['ratio']['mean']:.2f} ({f['ratio']['low']:.2f} to {f['ratio']['high']:.2f})",
@@ -106,7 +112,9 @@ def passes(decoder: Decoder) -> Figures:
 
 
 def linears(decoder: Decoder) -> Figures:
-    """The target's products by how their weights are held."""
+    """The target's products by how their weights are held. Raises `DraftsmithError` for other than Llama shapes."""
+    if not is_lean(decoder.target.config):
+        raise DraftsmithError(f"--linears knows Llama-shaped targets, not {decoder.target.config.model_type}")
     table = bench.linear_table(bench.target_shapes(decoder.target.config), (1, 3, 5, 9, 17))
     kinds = [k for k in ("plain", "blocked", "packed", "int8") if k in table[0]]
     lines = [[e["product"], str(e["rows"]), *(f"{1e3 * e[k]:.3f}" for k in kinds)] for e in table]

@@ -114,7 +114,7 @@ def run_bench(args: argparse.Namespace) -> None:
         figures, text = benchtables.linears(decoder)
     elif args.references:
         figures, text = benchtables.others(decoder, args.bundle, args.policies, args.prompts, args.count,
-                                           args.max_tokens)
+                                           args.max_tokens, args.trust_remote_code)
     else:
         figures, text = benchtables.policies(decoder, args.policies, args.prompts, args.count, args.max_tokens,
                                              args.profile)

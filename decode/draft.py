@@ -119,11 +119,6 @@ class DraftRunner:
         """Whether a plan is best drafted whole on the device, without waiting for each token."""
         return self.engine.graphs
 
-    @property
-    def weight_bytes(self) -> int:
-        """Of the layers and the head; embedding and the head's other rows are the target's."""
-        return self.parameters * (1 if self.precision == "int8" else self.engine.dtype.itemsize)
-
     def cache_bytes(self, capacity: int) -> int:
         """What `new_cache` will allocate."""
         capacity = min(capacity, self.context)
@@ -148,10 +143,10 @@ class DraftRunner:
         if not self.engine.graphs:
             return DraftCache(self.config, self.shape, capacity, self.engine)
         size = storage_size(capacity)
-        storage = self.pool.take(size, lambda: (empty_kv(self.config, self.shape.layers, 1, size, self.engine),
-                                                empty_hidden(self.config, size, self.engine)))
+        storage = self.pool.take(1, size, lambda: (empty_kv(self.config, self.shape.layers, 1, size, self.engine),
+                                                   empty_hidden(self.config, size, self.engine)))
         cache = DraftCache(self.config, self.shape, capacity, self.engine, storage)
-        weakref.finalize(cache, self.pool.give, size, storage)
+        weakref.finalize(cache, self.pool.give, storage)
         return cache
 
     def forward(self, ids_1N: torch.Tensor, cache: DraftCache, variant: Variant,

@@ -86,8 +86,9 @@ class Goodput(PolicyBase):
         else:
             self.probe_interval, self.idle = PROBE_START, 0
         self.current, self.reach = variant, 1.0
-        # The margin rule may go past the length that the average suggests, not the other way only.
-        return Plan(variant, min(view.max_draft, MAX_DRAFT, k if self.probing else 2 * k))
+        # The margin rule may go past the length that the average suggests, not the other way only, unless the
+        # tokens past it are paid for in any case.
+        return Plan(variant, min(view.max_draft, MAX_DRAFT, k if self.probing or view.ahead else 2 * k))
 
     def _alone(self) -> Plan:
         self.current = None

@@ -7,6 +7,7 @@ positions are read.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -62,11 +63,13 @@ def capture(function: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensor
     return graph.replay, outputs
 
 
-@dataclass
+@dataclass(eq=False)
 class Storage:
-    """Tensors of a cache and the passes captured over them."""
+    """Tensors of a cache for `batch` requests of `size` positions, and the passes captured over them."""
 
     tensors: Tensors
+    batch: int
+    size: int
     passes: dict[Hashable, Pass] = field(default_factory=dict)
 
     def run(self, key: Hashable, function: Callable[[torch.Tensor, torch.Tensor], Tensors], ids_BN: torch.Tensor,
@@ -81,20 +84,29 @@ class Storage:
             static_ids[:, : ids_BN.shape[1]] = ids_BN
             # Captured at the real place: warming up writes what the pass itself will write.
             static_start = torch.tensor(starts, device=device)
-            replay, outputs = capture(lambda: function(static_ids, static_start))
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                replay, outputs = capture(lambda: function(static_ids, static_start))
             self.passes[key] = Pass(static_ids, static_start, replay, outputs)
         return self.passes[key](ids_BN, starts)
 
 
 class Pool:
-    """Storage by shape, handed from finished requests to new ones."""
+    """Storage handed from finished requests to new ones. Little of it is kept: a new request takes any that is
+    large enough and not much larger."""
+
+    KEEP, SLACK = 4, 2
 
     def __init__(self) -> None:
-        self.free: dict[Hashable, list[Storage]] = {}
+        self.free: list[Storage] = []
 
-    def take(self, key: Hashable, make: Callable[[], Tensors]) -> Storage:
-        waiting = self.free.setdefault(key, [])
-        return waiting.pop() if waiting else Storage(make())
+    def take(self, batch: int, size: int, make: Callable[[], Tensors]) -> Storage:
+        """Storage for `batch` requests of `size` positions; `make` allocates it where none is free."""
+        fitting = [s for s in self.free if s.batch == batch and size <= s.size <= self.SLACK * size]
+        if not fitting:
+            return Storage(make(), batch, size)
+        found = min(fitting, key=lambda s: s.size)
+        self.free.remove(found)
+        return found
 
-    def give(self, key: Hashable, storage: Storage) -> None:
-        self.free.setdefault(key, []).append(storage)
+    def give(self, storage: Storage) -> None:
+        self.free = [*self.free, storage][-self.KEEP :]

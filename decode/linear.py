@@ -188,16 +188,20 @@ class Int8DraftLinear(Linear):
     """
 
     FEW_ROWS = 2
+    ALIGN = 32  # the product of few rows reads inputs in whole vectors, and past them if they do not fill one
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_OI.shape
         self.bias = None if bias_O is None else bias_O.detach()
-        self.weight, self.scale = quantise(weight_OI.detach().float())
+        weight, self.scale = quantise(weight_OI.detach().float())
+        self.pad = -self.in_features % self.ALIGN
+        self.weight = F.pad(weight, (0, self.pad)).contiguous()
         self.half_scale = self.scale.to(torch.bfloat16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
+        rows = F.pad(rows, (0, self.pad)) if self.pad else rows.contiguous()
         if len(rows) <= self.FEW_ROWS:
             y = torch._weight_int8pack_mm(rows, self.weight, self.half_scale)
         else:

@@ -110,6 +110,7 @@ class Generation:
         if bad := [i for i in params.logit_bias if not 0 <= i < target.vocab_size]:
             raise DraftsmithError(f"logit_bias names token id {bad[0]}, outside the target's vocabulary of "
                                   f"{target.vocab_size}")
+        self.dead_end: int | None = None  # drafted tokens after which the processors leave nothing possible
         self.processors = Processors(params, prompt, self.stop_ids, target.vocab_size)
         capacity = len(prompt) + self.max_tokens
         self.cache = target.new_cache(1, capacity)
@@ -138,6 +139,7 @@ class Generation:
             for i, value in enumerate(log_probs_at(logits[0], self.tokens[first:])):
                 self.meter.target[first + i] = value
         p_RV = self._process(logits[0, -1:], [])
+        self._refuse_dead_end(0)
         token = self._target_tokens(p_RV, len(self.tokens))[0]
         self.laps.lap("sampling")
         self.stats.ar += 1
@@ -163,6 +165,7 @@ class Generation:
         p_RV = self._process(logits[0], draft.tokens)
         laps.lap("sampling")
         verdict = self._verify(p_RV, draft, position)
+        self._refuse_dead_end(verdict.accepted)
         emitted = self._commit(draft, verdict, p_RV, logits[0], hidden[0])
         self._rollback()
         laps.lap("verification")
@@ -179,7 +182,8 @@ class Generation:
         room = self.max_tokens - self.emitted - 1
         if self.proposer is not None:
             room = min(room, self.proposer.room - len(self.tokens) - 1)
-        return self.policy.plan(View(self.emitted, max(0, min(16, room)), self.meter, self.features, len(self.tokens)))
+        return self.policy.plan(View(self.emitted, max(0, min(16, room)), self.meter, self.features, len(self.tokens),
+                                     self.proposer is not None and self.proposer.runner.ahead))
 
     def _propose(self, plan: Plan) -> Draft:
         if self.proposer is None or plan.variant is None or len(self.tokens) > self.proposer.room:
@@ -222,13 +226,23 @@ class Generation:
         """Penalties, bans and the caller's processors, row by row."""
         rows, position = list(logits_RV), len(self.tokens)
         text = [*self.tokens, *drafted]
+        self.dead_end = None
         for i, row in enumerate(rows):
-            rows[i] = self.processors(row, text[: position + i])
-            if float(rows[i].max()) == float("-inf"):
-                raise DraftsmithError(f"logits_processors leave no token possible at position {position + i}")
-            if i < len(drafted) and float(rows[i][drafted[i]]) == float("-inf"):
-                break  # this token will be rejected, and no processor should see a text that cannot be
+            adjusted = self.processors(row, text[: position + i])
+            if float(adjusted.max()) == float("-inf"):
+                self.dead_end = i  # an error only if the text gets there
+                break
+            rows[i] = adjusted
+            # No processor should see a text that cannot be, or that has ended.
+            if i < len(drafted) and (drafted[i] in self.stop_ids or float(adjusted[drafted[i]]) == float("-inf")):
+                break
         return torch.stack(rows)
+
+    def _refuse_dead_end(self, accepted: int) -> None:
+        if self.dead_end is not None and accepted >= self.dead_end:
+            raise DraftsmithError(f"logits_processors leave no token possible at position "
+                                  f"{len(self.tokens) + self.dead_end}")
+        self.dead_end = None
 
     def _commit(self, draft: Draft, verdict: Verdict, p_RV: torch.Tensor, logits_RV: torch.Tensor,
                 hidden_RH: torch.Tensor) -> list[Token]:
@@ -292,7 +306,7 @@ class Generation:
             self.costs.update_verify(k + 1, target_seconds, context)
             # Rounds that first read a prompt or caught up are not what a step costs.
             if draft.variant is not None and k > 1 and draft.read <= 2:
-                self.costs.update_step(draft.variant.name, draft_seconds / k, context)
+                self.costs.update_step(draft.variant.name, draft_seconds / draft.steps, context)
         labels = [float(i < verdict.accepted) for i in range(judged)]
         if not self.params.greedy and not self.noise.coupled:
             labels = [min(1.0, float(p_RV[i, draft.tokens[i]]) / draft.q_at[i]) for i in range(judged)]

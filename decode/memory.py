@@ -36,11 +36,18 @@ def target_bytes(target: Target) -> int:
     parameters, table = target.weights().parameters, config.vocab_size * config.hidden_size
     tied = getattr(config, "tie_word_embeddings", False)
     if engine.linear == "int8":
-        embedding = table * engine.dtype.itemsize
-        return embedding + (parameters if tied else parameters - table)
-    # A packed head is a copy of its own beside the embedding that it is tied to.
-    copy = table if tied and engine.linear == "packed" else 0
+        plain = table if tied else 2 * table  # the embedding, and the head's rows that a draft may borrow
+        return plain * engine.dtype.itemsize + (parameters if tied else parameters - table)
+    # A packed head is a copy of its own beside the embedding, or beside the rows that a draft may borrow.
+    copy = table if engine.linear == "packed" else 0
     return (parameters + copy) * engine.dtype.itemsize
+
+
+def pass_bytes(target: Target) -> int:
+    """Weights that a pass of one row reads: everything but an embedding that is not the head too."""
+    engine, config = target.engine, target.config
+    table = 0 if getattr(config, "tie_word_embeddings", False) else config.vocab_size * config.hidden_size
+    return (target.weights().parameters - table) * (1 if engine.linear == "int8" else engine.dtype.itemsize)
 
 
 def expected(target: Target, draft_config: Any = None, shape: DraftShape | None = None,
@@ -72,7 +79,7 @@ def available(engine: Engine) -> int | None:
 def check_memory(target: Target, memory: Memory) -> None:
     """Refuse to load what cannot fit, rather than be killed half-way."""
     free = available(target.engine)
-    need = memory.target + memory.draft
+    need = memory.draft + (0 if target.loaded else memory.target)
     if free is not None and need > free:
         raise DraftsmithError(f"target '{target.name}' and its draft need {need / MIB:,.0f} MiB for their weights, and "
                               f"{free / MIB:,.0f} MiB are free; a smaller precision (bf16, int8) takes less")

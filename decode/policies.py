@@ -67,6 +67,7 @@ class View:
     meter: PerplexityMeter
     features: Callable[[], torch.Tensor]
     context: int = PROBE_CONTEXT
+    ahead: bool = False  # a plan is drafted whole before `proceed` is asked
 
 
 class Policy(Protocol):

@@ -37,6 +37,7 @@ class Draft:
     dropped: bool = False
     cut: bool = False
     read: int = 0  # committed tokens that the draft had to read first
+    steps: int = 0  # passes of the draft, that reading included
 
 
 @dataclass
@@ -91,6 +92,7 @@ class ElasticProposer:
         # Penalties need the tokens that were drafted, which drafting ahead does not wait for.
         ahead = self._look_ahead(logits, plan, tokens) if self.runner.ahead and not self.processors.stateful else None
         draft.rows.append(logits)
+        draft.steps = len(ahead.rows) if ahead else 1
         while len(draft.tokens) < plan.max_tokens:
             index = len(draft.tokens)
             logits = self._processed(logits, tokens, draft.tokens)
@@ -107,6 +109,7 @@ class ElasticProposer:
                 break
             logits = ahead.rows[index + 1] if ahead else self._step(draft.tokens[-1], plan.variant)
             draft.rows.append(logits)
+            draft.steps += 0 if ahead else 1
         return draft
 
     def _step(self, token: int, variant: Variant) -> torch.Tensor:

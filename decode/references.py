@@ -54,15 +54,15 @@ def llama_cpp(gguf: Path, eos_ids: frozenset[int]) -> Reference:
     return run
 
 
-def references(folder: str, decoder: Decoder) -> dict[str, Reference]:
+def references(folder: str, decoder: Decoder, trust_remote_code: bool = False) -> dict[str, Reference]:
     """Everything that can run here for a bundle's target; the draft goes to `transformers` as its stock export."""
     bundle, name = load_bundle(folder), decoder.target.name
-    target = load_target(name, torch.float32)
+    target = load_target(name, torch.float32, trust_remote_code=trust_remote_code)
     eos = target.eos_ids
     found = {
         "transformers generate": transformers_generate(target.model, eos),
         "transformers prompt lookup": transformers_generate(target.model, eos, prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        "transformers assisted, our 4-layer draft": transformers_generate(
+        f"transformers assisted, our {bundle.shape.layers}-layer draft": transformers_generate(
             target.model, eos, assistant_model=stock_model(bundle, target, bundle.shape.layers)),
     }
     if name.lower() in PRESETS and importlib.util.find_spec("llama_cpp") is not None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from .attention import Tree
 from .graphs import Pool, bucket_context, bucket_rows, storage_size
 from .linear import make_linear, swap_linears
+from .memory import pass_bytes
 from .stack import PREFILL_CHUNK, KVCache, Stack, cache_bytes, context_limit, empty_kv, is_lean
 from .target import Target
 
@@ -42,7 +43,7 @@ class Runner(Protocol):
     trees: bool  # whether forward() takes a tree
     device: torch.device
     precision: str
-    weight_bytes: int
+    weight_bytes: int  # that a pass of one row reads
 
     def new_cache(self, batch: int, capacity: int) -> Any: ...
 
@@ -87,16 +88,16 @@ class LeanRunner:
         self.head = make_linear(target.head, None, self.engine.linear)
         self.vocab_size, self.context = len(target.head), context_limit(self.config)
         self.device, self.precision = self.engine.device, self.engine.precision
-        self.weight_bytes, self.pool = target.weight_bytes, Pool()
+        self.weight_bytes, self.pool = pass_bytes(target), Pool()
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         layers, capacity = len(self.stack.layers), min(capacity, self.context)
         if not self.engine.graphs:
             return KVCache(self.config, layers, batch, capacity, self.engine)
         size = storage_size(capacity)
-        storage = self.pool.take((batch, size), lambda: (empty_kv(self.config, layers, batch, size, self.engine),))
+        storage = self.pool.take(batch, size, lambda: (empty_kv(self.config, layers, batch, size, self.engine),))
         cache = KVCache(self.config, layers, batch, capacity, self.engine, storage)
-        weakref.finalize(cache, self.pool.give, (batch, size), storage)
+        weakref.finalize(cache, self.pool.give, storage)
         return cache
 
     def cache_bytes(self, batch: int, capacity: int) -> int:
@@ -181,7 +182,7 @@ class ModuleRunner:
         # Models without position embeddings (ALiBi) state no limit.
         self.context = int(getattr(self.config, "max_position_embeddings", None) or 2**30)
         self.device, self.precision = target.engine.device, target.engine.precision
-        self.weight_bytes, self.dtype = target.weight_bytes, target.engine.dtype
+        self.weight_bytes, self.dtype = pass_bytes(target), target.engine.dtype
 
     def new_cache(self, batch: int, capacity: int) -> ModuleCache:
         if batch != 1:

@@ -46,6 +46,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        try:  # keys are strings in JSON
+            bias = {int(key): float(value) for key, value in self.logit_bias.items()}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DraftsmithError(f"logit_bias maps token ids to numbers, unlike {self.logit_bias!r}") from error
+        object.__setattr__(self, "logit_bias", bias)
         checks = [
             (self.max_tokens >= 0, f"max_tokens must be 0 or more, not {self.max_tokens}"),
             (0.0 <= self.temperature < float("inf"), f"temperature must be 0 or more, not {self.temperature}"),

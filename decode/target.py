@@ -82,8 +82,9 @@ class Target:
         return module_weights(self._model) if self._model is not None else self._weights
 
     @property
-    def weight_bytes(self) -> int:
-        return self.weights().parameters * self.engine.dtype.itemsize
+    def loaded(self) -> bool:
+        """Whether the module is in memory already."""
+        return self._model is not None
 
     @functools.cached_property
     def embedding(self) -> torch.Tensor:

@@ -5,4 +5,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export HF_HUB_OFFLINE=1
-exec "${PYTHON:-python3}" tests/proofs/gpu.py "$@"
+python="${PYTHON:-python3}"
+[ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ] && python=.venv/bin/python
+if ! "$python" -c "import draftsmith.decode, torch" 2>/dev/null; then
+    echo "gpu_check: $python has no torch or no draftsmith; install with: $python -m pip install -e '.[train,gguf]'" >&2
+    exit 2
+fi
+exec "$python" tests/proofs/gpu.py "$@"

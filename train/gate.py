@@ -133,7 +133,7 @@ def write_bundle(recipe: Recipe, gate: Gate, report: GateReport, traces: Traces,
                 "paper": recipe.bundle.paper,
                 "goodput": {"acceptance": acceptance_by_variant(traces), "margin": meta["margin"]}},
         gate={"features": gate.inner.in_features, "hidden": gate.inner.out_features, "report": asdict(report)},
-        costs=meta["costs"], provenance={**provenance(recipe, facts["recipe"]), "inputs": inputs},
+        costs=meta.get("costs", {}), provenance={**provenance(recipe, facts["recipe"]), "inputs": inputs},
         evaluation={"heldout": facts["heldout"]},
     )
     _, tokenizer = load_description(recipe.target.name, recipe.target.trust_remote_code)

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import assistant_mask, encode_prompts, prompt_ids
 from draftsmith.data.teacher_cache import CacheManifest, CacheWriter, Document, teacher_rows
 from draftsmith.data.text import Sample, corpus_hash
 from draftsmith.decode.batch import Answer, generate_batch
 from draftsmith.decode.device import training_dtype
 from draftsmith.decode.runner import Runner, load_runner
-from draftsmith.decode.target import Target, load_target
+from draftsmith.decode.target import Target
 from draftsmith.train.recipe import Recipe, parse_args
 from draftsmith.train.stage import (
+    from_first,
+    gather,
     load_prompts,
     local_device,
     rank,
     ranks_together,
     run_job,
     say,
+    shared_target,
     wait_for_all,
     world_size,
 )
@@ -53,15 +57,18 @@ def respond(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter,
     if skipped := len(samples) - len(prompts):
         say(f"respond: left out {skipped} empty or over-long prompts (respond.max_prompt_tokens)")
     shards = -(-len(prompts) // r.shard_documents)
-    todo = share(writer.missing(shards))
+    missing = set(writer.missing(shards))
+    # Two shards in flight: rows refill across a shard's end, and prompts are still sorted by length. The same two
+    # after an interruption, since what shares a pass decides how it rounds.
+    mine = share(range(shards))
+    pairs = [pair for pair in (mine[i : i + 2] for i in range(0, len(mine), 2)) if missing & set(pair)]
 
     def jobs_of(shard: int) -> range:
         return range(shard * r.shard_documents, min(len(prompts), (shard + 1) * r.shard_documents))
 
     waiting: dict[int, list[Answer]] = {}
-    bar = progress(sum(len(jobs_of(shard)) for shard in todo) * r.answers, "respond", "answer")
-    # Two shards in flight: rows refill across a shard's end, and prompts are still sorted by length.
-    for pair in (todo[i : i + 2] for i in range(0, len(todo), 2)):
+    bar = progress(sum(len(jobs_of(shard)) for pair in pairs for shard in pair) * r.answers, "respond", "answer")
+    for pair in pairs:
         jobs = [job for shard in pair for job in jobs_of(shard)]
         for answer in generate_batch(runner, [prompts[j] for j in jobs], r.answers, r.temperatures, r.max_tokens,
                                      target.eos_ids, r.batch, recipe.seed, r.k, recipe.distill.temperature, jobs):
@@ -69,9 +76,10 @@ def respond(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter,
             bar.update()
             for shard in pair:
                 if all(len(waiting.get(job, ())) == r.answers for job in jobs_of(shard)):
-                    writer.write_shard(shard, [
-                        answers_to_document(prompts[job], sorted(waiting.pop(job), key=lambda a: a.index))
-                        for job in jobs_of(shard)])
+                    done = [sorted(waiting.pop(job), key=lambda a: a.index) for job in jobs_of(shard)]
+                    if shard in missing:
+                        writer.write_shard(shard, [answers_to_document(prompts[job], answers)
+                                                   for job, answers in zip(jobs_of(shard), done, strict=True)])
     bar.close()
     return shards
 
@@ -97,7 +105,8 @@ def score(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter, s
     r = recipe.respond
     limit = min(r.max_prompt_tokens, runner.context)
     shards = -(-len(samples) // r.shard_documents)
-    todo, empty = share(writer.missing(shards)), 0
+    missing = set(writer.missing(shards))
+    todo, empty = [n for n in share(range(shards)) if n in missing], 0
     bar = progress(len(todo), "score", "shard")
     for shard in todo:
         documents: list[Document] = []
@@ -116,13 +125,13 @@ def score(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter, s
             writer.skip_shard(shard)
         bar.update()
     bar.close()
-    if empty:
+    if empty := sum(gather([empty])):
         say(f"score: left out {empty} texts without a token to learn from")
     return shards
 
 
-def share(shards: list[int]) -> list[int]:
-    """This rank's part of the shards that are left: by number, whatever the other ranks have written meanwhile."""
+def share(shards: range) -> list[int]:
+    """This rank's part of the shards: by number, whatever the other ranks have written meanwhile."""
     return [n for n in shards if n % world_size() == rank()]
 
 
@@ -134,30 +143,43 @@ def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
     recipe: Recipe = args.recipe
     samples = load_prompts(recipe, "train")
-    device = local_device()
-    dtype = training_dtype(recipe.respond.precision, device)
-    target = load_target(recipe.target.name, dtype, str(device), recipe.target.trust_remote_code)
+    with ranks_together():
+        run(recipe, samples)
+
+
+def run(recipe: Recipe, samples: list[Sample]) -> None:
+    dtype = training_dtype(recipe.respond.precision, local_device())
+    target = shared_target(recipe, dtype)
+    writer = open_cache(recipe, target, samples, str(dtype))
+    if writer.manifest.complete:
+        documents = sum(s["documents"] for s in writer.manifest.shards)
+        say(f"respond: {recipe.cache_dir} is complete ({documents} documents), nothing to do")
+        return
+    runner = load_runner(target)
+    shards = (respond if recipe.respond.mode == "generate" else score)(recipe, target, runner, writer, samples)
+    wait_for_all()
+    if rank() == 0:
+        finish(writer, shards, recipe)
+
+
+def open_cache(recipe: Recipe, target: Target, samples: list[Sample], dtype: str) -> CacheWriter:
+    """The cache to write; the first rank makes it, or finds what is wrong with it, for all."""
     fingerprint = target.fingerprint()
     manifest = CacheManifest(
         target={"name": recipe.target.name, **fingerprint}, tokenizer_hash=fingerprint["tokenizer_hash"],
         corpus_hash=corpus_hash(samples), k=recipe.respond.k, temperature=recipe.distill.temperature,
         settings={"seed": recipe.seed, "weights": target.signature,
-                  **recipe.respond.model_dump(mode="json", exclude={"batch"}), "dtype": str(dtype)},
+                  **recipe.respond.model_dump(mode="json", exclude={"batch"}), "dtype": dtype},
     )
-    with ranks_together():
-        # The first rank writes the manifest, which the others then find.
-        writer = CacheWriter(recipe.cache_dir, manifest) if rank() == 0 else None
-        wait_for_all()
-        writer = writer or CacheWriter(recipe.cache_dir, manifest)
-        if writer.manifest.complete:
-            documents = sum(s["documents"] for s in writer.manifest.shards)
-            say(f"respond: {recipe.cache_dir} is complete ({documents} documents), nothing to do")
-            return
-        runner = load_runner(target)
-        shards = (respond if recipe.respond.mode == "generate" else score)(recipe, target, runner, writer, samples)
-        wait_for_all()
-        if rank() == 0:
-            finish(writer, shards, recipe)
+    problem = None
+    if rank() == 0:
+        try:
+            CacheWriter(recipe.cache_dir, manifest)
+        except DraftsmithError as error:
+            problem = str(error)
+    if problem := from_first(problem):
+        raise DraftsmithError(problem)
+    return CacheWriter(recipe.cache_dir, manifest)
 
 
 def finish(writer: CacheWriter, shards: int, recipe: Recipe) -> None:

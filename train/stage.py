@@ -14,6 +14,7 @@ import torch
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import read_json, sha256_json, write_json
 from draftsmith.data.text import Sample, corpus_hash, read_samples
+from draftsmith.decode.target import Target, load_target, resolve
 
 from .recipe import Recipe
 
@@ -27,9 +28,20 @@ def world_size() -> int:
 
 
 def local_device() -> torch.device:
-    """The device of this rank: its own GPU, or the CPU."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() \
-        else torch.device("cpu")
+    """The device of this rank, made current: its own GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def shared_target(recipe: Recipe, dtype: torch.dtype | None = None) -> Target:
+    """The recipe's target on this rank's device; the first rank alone converts a preset."""
+    if rank() == 0:
+        resolve(recipe.target.name)
+    wait_for_all()
+    return load_target(recipe.target.name, dtype, str(local_device()), recipe.target.trust_remote_code)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from draftsmith.decode.loop import FEATURE_TOKENS, Generation
 from draftsmith.decode.policies import Fixed, Round
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.sampling import GumbelNoise, SamplingParams, process
-from draftsmith.decode.target import Target, load_target
+from draftsmith.decode.target import Target
 from draftsmith.distill.variants import DraftShape
 from draftsmith.train.recipe import Recipe, parse_args
 from draftsmith.train.stage import (
@@ -29,11 +29,11 @@ from draftsmith.train.stage import (
     gather,
     inputs_hash,
     load_trace_prompts,
-    local_device,
     rank,
     ranks_together,
     run_job,
     say,
+    shared_target,
     world_size,
 )
 from tqdm import tqdm
@@ -190,8 +190,7 @@ def main() -> None:
 
 
 def run(recipe: Recipe, samples: list[Sample], inputs: str) -> None:
-    target = load_target(recipe.target.name, device=str(local_device()),
-                         trust_remote_code=recipe.target.trust_remote_code)
+    target = shared_target(recipe)
     runner, draft, costs = load_runner(target), None, None
     if rank() == 0:
         # At the precision that a decoder would choose here, since a trace is of what will run; timed while the

@@ -172,6 +172,14 @@ def test_writing_into_a_cache_made_from_something_else_is_refused(changed: str, 
     assert_holds(TeacherCache(tmp_path), documents)  # the refused attempt touched nothing
 
 
+def test_a_setting_that_an_older_cache_does_not_know_is_no_reason_to_refuse_it(tmp_path: Path) -> None:
+    documents = write_cache(tmp_path)
+    assert CacheWriter(tmp_path, make_manifest(settings={"seed": 0, "new": 1})).manifest.complete
+    with pytest.raises(DraftsmithError, match="made with seed = 0, not 1"):
+        CacheWriter(tmp_path, make_manifest(settings={"new": 1, "seed": 1}))
+    assert_holds(TeacherCache(tmp_path), documents)
+
+
 @pytest.mark.parametrize(
     ("field", "wanted", "found"),
     [

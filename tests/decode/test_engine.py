@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_draft, make_target_model, make_tokenizer
 from draftsmith.data import DraftsmithError
-from draftsmith.decode import Decoder, SamplingParams, linear, memory
+from draftsmith.decode import Decoder, SamplingParams, bench, linear, memory
 from draftsmith.decode import device as devices
 from draftsmith.decode.attention import Tree
 from draftsmith.decode.bundle import load_bundle
@@ -49,6 +50,18 @@ def test_an_int8_row_does_not_depend_on_the_rows_beside_it(bias: bool, packed: b
     error = (together - exact).abs().amax(1) / exact.abs().amax(1)
     assert float(error.max()) < 0.02
     assert torch.equal(layer(torch.zeros(2, 64)), torch.zeros(2, 96) if offset is None else offset.expand(2, -1))
+
+
+@needs_int8
+@pytest.mark.parametrize("inputs", [96, 100, 1081, 3243])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_an_int8_draft_product_takes_any_width(inputs: int, rows: int) -> None:
+    """The kernel for few rows works in whole vectors: a width that does not fill them must not read past it."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, inputs), torch.randn(rows, inputs)
+    expected = x @ weight.T
+    found = linear.Int8DraftLinear(weight)(x.bfloat16()).float()
+    assert float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("kind", ["plain", "blocked", "packed", "int8"])
@@ -252,6 +265,36 @@ def test_memory_is_said_and_what_cannot_fit_is_refused(bundle_folder: Path, caps
     monkeypatch.setattr(memory, "available", lambda engine: 1000)
     with pytest.raises(DraftsmithError, match="need .* MiB for their weights, and 0 MiB are free"):
         Decoder.load(bundle_folder)
+
+
+def test_a_module_in_memory_is_not_asked_for_again(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_needed = memory.expected(target)
+    monkeypatch.setattr(memory, "available", lambda engine: memory_needed.target // 2)
+    with pytest.raises(DraftsmithError, match="are free"):
+        memory.check_memory(target, memory_needed)
+    assert target.model is not None
+    memory.check_memory(target, memory_needed)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_pass_reads_every_weight_but_an_untied_embedding(tmp_path: Path, tied: bool, precision: str) -> None:
+    make_target_model(tie_word_embeddings=tied).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), precision=precision)
+    table, size = 259 * 64, 1 if precision == "int8" else 4
+    parameters = sum(p.numel() for p in make_target_model(tie_word_embeddings=tied).parameters())
+    assert load_runner(target).weight_bytes == size * (parameters if tied else parameters - table)
+
+
+def test_a_target_of_one_request_at_a_time_is_timed_without_batches() -> None:
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=259, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    runner = load_runner(Target("gpt2", transformers.GPT2LMHeadModel(config).eval().requires_grad_(False), None))
+    decoder: Any = SimpleNamespace(runner=runner)
+    table = bench.pass_table(decoder, (1, 2), (8, 4000), (1, 4))
+    assert [(e["rows"], e["context"], e["batch"]) for e in table] == [(1, 8, 1), (2, 8, 1)]
 
 
 def test_expected_cache_memory_is_what_is_allocated(bundle_folder: Path) -> None:

@@ -110,6 +110,16 @@ def test_a_new_request_takes_over_storage_and_graphs_and_sees_nothing_of_the_old
     torch.testing.assert_close(logits[0], model(input_ids=ids).logits[0, -1:], rtol=1e-5, atol=1e-5)
 
 
+def test_little_idle_storage_is_kept() -> None:
+    pool = graphs.Pool()
+    for size in (256, 512, 1024, 2048, 4096, 8192):
+        pool.give(graphs.Storage((), 1, size))
+    assert [s.size for s in pool.free] == [1024, 2048, 4096, 8192]
+    assert pool.take(1, 900, lambda: ()).size == 1024
+    assert pool.take(1, 900, lambda: ()).size == 900, "2048 would be more than twice what is asked"
+    assert pool.take(2, 2048, lambda: ()).batch == 2, "storage of other batch sizes does not fit"
+
+
 def test_a_replayed_pass_never_leaves_its_cache() -> None:
     _, runner = graphed_runner()
     cache = runner.new_cache(1, 20)

@@ -93,7 +93,8 @@ class Digits:
         self.end = 258
 
     def __call__(self, answer: list[int], logits: torch.Tensor) -> torch.Tensor:
-        text = self.text([t for t in answer if t != self.end])
+        assert self.end not in answer, "a text that has ended is not continued"
+        text = self.text(answer)
         if not text:
             allowed = "["
         elif text[-1] in "[,":
@@ -121,6 +122,22 @@ def test_a_grammar_holds_at_every_position_of_a_block(decoder: Decoder, policy: 
 
 
 @every_policy
+def test_a_dead_end_that_is_only_drafted_is_no_error(decoder: Decoder, policy: str) -> None:
+    """Drafted tokens that will be rejected lead to texts that the processors need not know how to continue."""
+    reference = generate(decoder, "ar").token_ids
+
+    def only_the_reference(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
+        known = answer == reference[: len(answer)]
+        return logits if known else torch.full_like(logits, float("-inf"))
+
+    assert generate(decoder, policy, logits_processors=[only_the_reference]).token_ids == reference
+
+
+def test_bias_keys_may_be_strings_as_in_json(decoder: Decoder) -> None:
+    assert set(generate(decoder, "ar", logit_bias={"65": 100}).token_ids) == {65}
+
+
+@every_policy
 def test_a_grammar_without_a_way_on_is_a_clear_error(decoder: Decoder, policy: str) -> None:
     def dead_end(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
         return torch.full_like(logits, float("-inf")) if len(answer) >= 5 else logits
@@ -138,6 +155,7 @@ def test_a_grammar_without_a_way_on_is_a_clear_error(decoder: Decoder, policy: s
         ({"frequency_penalty": -3.0}, "frequency_penalty must be in [-2, 2]"),
         ({"logit_bias": {3: 101.0}}, "logit_bias values must be in [-100, 100]"),
         ({"logit_bias": {999: 1.0}}, "logit_bias names token id 999, outside the target's vocabulary of 259"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias maps token ids to numbers"),
         ({"logprobs": 21}, "logprobs must be from 0 to 20"),
     ],
 )

@@ -116,8 +116,9 @@ def test_bench_prints_figures_of_this_machine(folder: Path) -> None:
     assert "| fixed(3,2L) |" in done.stdout
     figures = json.loads(out.read_text())["policies"]
     for name in ("ar", "fixed(3,2L)", "goodput"):
-        assert sum(figures[name]["parts"].values()) == pytest.approx(1.0)
-        assert figures[name]["parts"]["target"] > 0
+        parts = figures[name]["parts"]
+        assert parts["target"] > 0
+        assert 0 <= parts["other"] < 0.5, "what no part accounts for is little"
     assert figures["ar"]["parts"]["draft"] == 0
     assert "Memory bandwidth" in run(*command, "--passes").stdout
     assert "| gate_up |" in run(*command, "--linears").stdout

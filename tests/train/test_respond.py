@@ -1,0 +1,39 @@
+"""The job `respond` from within: what an interruption leaves and what comes of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from draftsmith.data.io import write_json
+from draftsmith.data.teacher_cache import TeacherCache
+from draftsmith.train import respond
+from draftsmith.train.recipe import Recipe, load_recipe
+from draftsmith.train.stage import load_prompts
+from tiny import write_tiny_recipe
+
+
+def write(recipe: Recipe) -> TeacherCache:
+    respond.run(recipe, load_prompts(recipe, "train"))
+    return TeacherCache(recipe.cache_dir)
+
+
+@pytest.mark.parametrize("left", [[1, 3], [0], [0, 1, 2]])
+def test_a_job_that_was_killed_writes_bitwise_what_it_would_have_written(tmp_path: Path, left: list[int]) -> None:
+    """Shards 0 to 3, two in flight; `left` are those that were not written yet."""
+    path = write_tiny_recipe(tmp_path)
+    whole = write(load_recipe(path, [f"out={tmp_path}/whole"]))
+    resumed = load_recipe(path, [f"out={tmp_path}/resumed"])
+    shutil.copytree(whole.directory, resumed.cache_dir)
+    manifest = resumed.cache_dir / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
+    for number, shard in enumerate(whole.manifest.shards):
+        if number in left:
+            (resumed.cache_dir / shard["file"]).unlink()
+        else:
+            write_json(resumed.cache_dir / f"shard-{number:05d}.json", shard)
+    again = write(resumed)
+    assert [s["sha256"] for s in again.manifest.shards] == [s["sha256"] for s in whole.manifest.shards]
+    assert np.array_equal(again[0].tokens, whole[0].tokens)
