@@ -124,7 +124,7 @@ def linear_table(shapes: dict[str, tuple[int, int]], rows: Sequence[int], repeat
     """
     out = []
     for name, (inputs, outputs) in shapes.items():
-        copies = max(2, (1 << 26) // (4 * inputs * outputs))
+        copies = min(64, max(2, (1 << 26) // (4 * inputs * outputs)))
         weights = [torch.randn(outputs, inputs) / inputs**0.5 for _ in range(copies)]
         kinds: dict[str, list[torch.nn.Module]] = {"plain": [PlainLinear(w) for w in weights],
                                                    "blocked": [BlockedLinear(w) for w in weights]}
