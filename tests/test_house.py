@@ -55,7 +55,7 @@ BAD_INPUT = {
     "another tokenizer": (
         "decode/test_bundle.py::test_the_decoder_refuses_a_permuted_vocabulary_and_names_the_token"
     ),
-    "mistakes on the command line": "e2e/test_pipeline.py::test_mistakes_on_the_command_line_get_one_clear_line",
+    "mistakes on the command line": "decode/test_cli.py::test_mistakes_get_one_clear_line",
 }
 
 
