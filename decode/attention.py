@@ -42,7 +42,8 @@ class Place:
     mask: torch.Tensor | None
     end: int
     start: int | None = None  # of all requests, where they agree
-    slot_BN: torch.Tensor | None = None  # cache index of each new token, where requests differ
+    slot_BN: torch.Tensor | None = None  # cache index of each new token, where requests differ,
+    request_B1: torch.Tensor | None = None  # and the request that it goes to
     start_B: torch.Tensor | None = None  # int32, for kernels that take lengths
     request: int | None = None
     # Made by `bind`: keys and values by layer, and where new ones go.
@@ -76,8 +77,7 @@ class Place:
         if self.slot_BN is None:
             self.targets[layer].copy_(new_BN2KD.permute(2, 0, 3, 1, 4))
         else:
-            request_B1 = torch.arange(len(self.slot_BN), device=self.slot_BN.device)[:, None]
-            self.targets[layer][:, request_B1, :, self.slot_BN] = new_BN2KD
+            self.targets[layer][:, self.request_B1, :, self.slot_BN] = new_BN2KD
 
 
 def chain_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start: int, n: int, request: int | None = None,
@@ -110,7 +110,7 @@ def ragged_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start_B: torch.Tens
         new.scatter_(2, slot_BN[:, None].expand(-1, n, -1), tree.sees_BNN.expand(len(start_B), -1, -1))
         mask = (committed | new)[:, None]
     return Place(cos_SD[position_BN][:, :, None], sin_SD[position_BN][:, :, None], mask, end, slot_BN=slot_BN,
-                 start_B=start_B.int(), request=request)
+                 request_B1=torch.arange(len(start_B), device=device)[:, None], start_B=start_B.int(), request=request)
 
 
 # (heads [B, N, Q + 2K, D] with queries, keys and values, number of key-value heads, layer, place) -> [B * N, Q * D]

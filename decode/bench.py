@@ -17,7 +17,7 @@ from .linear import BlockedLinear, Int8Linear, PackedLinear, PlainLinear, can_pa
 from .profile import PARTS
 from .runner import Runner
 from .sampling import SamplingParams
-from .validate import paired_ratio
+from .validate import paired_ratio, rotated
 
 MIN_READ = 1 << 28  # bytes read to measure bandwidth: beyond any processor cache
 
@@ -40,7 +40,7 @@ def interleaved(jobs: dict[str, Callable[[], float]], rounds: int,
     names = list(jobs)
     out: dict[str, list[float]] = {name: [] for name in names}
     for i in progress(range(rounds)):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        for name in rotated(names, i):
             out[name].append(jobs[name]())
     return out
 
@@ -73,8 +73,7 @@ def run_policies(decoder: Decoder, prompts: Sequence[list[int]], policies: Seque
     for policy in policies:
         decoder.generate(prompts[0], SamplingParams(max_tokens=8), policy)
     for i, prompt in enumerate(progress(prompts)):
-        turn = i % len(policies)
-        for policy in [*policies[turn:], *policies[:turn]]:
+        for policy in rotated(policies, i):
             runs[policy].append(decoder.generate(prompt, SamplingParams(max_tokens=max_tokens), policy).stats)
     first = [s.emitted / s.seconds for s in runs[policies[0]]]
     out = {}

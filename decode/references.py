@@ -15,7 +15,7 @@ from .decoder import Decoder
 from .export import stock_model
 from .sampling import SamplingParams
 from .target import PRESETS, load_target
-from .validate import paired_ratio
+from .validate import paired_ratio, rotated
 
 # (prompt ids, max_tokens) -> (new ids, seconds), greedy
 Reference = Callable[[list[int], int], tuple[list[int], float]]
@@ -94,7 +94,7 @@ def run_references(
     texts: dict[str, list[list[int]]] = {name: [] for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     for i, prompt in enumerate(progress(prompts)):
-        for name in [*names[i % len(names) :], *names[: i % len(names)]]:
+        for name in rotated(names, i):
             ids, seconds = engines[name](prompt, max_tokens)
             texts[name].append(ids)
             times[name].append(seconds)

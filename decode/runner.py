@@ -169,7 +169,7 @@ class ModuleCache:
 
 
 class ModuleRunner:
-    """Any other Hugging Face causal LM, one request at a time, its linear layers packed or in int8."""
+    """Any other Hugging Face causal LM, one request at a time, its linear layers swapped for faster ones."""
 
     max_batch: int | None = 1
     trees = False

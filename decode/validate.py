@@ -67,6 +67,12 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> In
     return Interval(float(np.exp(mean)), float(np.exp(mean - spread)), float(np.exp(mean + spread)), n)
 
 
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The names, starting with another one each turn: who runs first must not decide who is fast."""
+    at = turn % len(names)
+    return [*names[at:], *names[:at]]
+
+
 def run_methods(decoder: Decoder, samples: list[Sample], prompts: list[list[int]], methods: list[str], max_tokens: int,
                 reference: Callable[[list[int], int], tuple[list[int], float]] | None, reference_count: int,
                 progress: Callable[[list[str]], Any] = lambda names: names) -> list[Row]:
@@ -82,8 +88,7 @@ def run_methods(decoder: Decoder, samples: list[Sample], prompts: list[list[int]
     schedule = []
     for i in range(len(samples)):
         names = methods + ([REFERENCE] if reference is not None and i < reference_count else [])
-        turn = i % len(names)
-        schedule += [(i, name) for name in names[turn:] + names[:turn]]
+        schedule += [(i, name) for name in rotated(names, i)]
     outputs: dict[tuple[int, str], list[int]] = {}
     for i, name in progress(schedule):  # type: ignore[arg-type]
         if name == REFERENCE:

@@ -52,7 +52,6 @@ class Recorder:
         self.rows: list[dict[str, Any]] = []
         self.pairs: list[tuple[float, float]] = []
         self.due = 0
-        self.drafted = self.accepted = 0
 
     def decide(self, generation: Generation, variant: int) -> None:
         """Called before a round: a decision every 8 emitted tokens."""
