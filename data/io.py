@@ -163,9 +163,11 @@ def sha256_json(value: Any) -> str:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest of `choices`, or their list when none is close."""
+    """`; did you mean 'x'?` for the closest of `choices`, or their list when none is close; nothing for no choices."""
     import difflib
 
     choices = sorted(choices)
     match = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f"; did you mean '{match[0]}'?" if match else f"; known: {', '.join(choices)}"
+    if match:
+        return f"; did you mean '{match[0]}'?"
+    return f"; known: {', '.join(choices)}" if choices else ""

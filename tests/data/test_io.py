@@ -228,3 +228,4 @@ def test_content_hash_of_json_ignores_key_order_but_not_values() -> None:
 def test_nearest_suggests_a_close_word_and_lists_the_known_ones_otherwise() -> None:
     assert "'steps'" in io.nearest("stpes", ["steps", "block"])
     assert "block, steps" in io.nearest("zzzz", ["steps", "block"])
+    assert io.nearest("zzzz", []) == ""
