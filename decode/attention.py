@@ -45,7 +45,7 @@ class Place:
     slot_BN: torch.Tensor | None = None  # cache index of each new token, where requests differ,
     request_B1: torch.Tensor | None = None  # and the request that it goes to
     start_B: torch.Tensor | None = None  # int32, for kernels that take lengths
-    request: int | None = None
+    slots: range | None = None  # of a larger cache, that the requests lie in
     # Made by `bind`: keys and values by layer, and where new ones go.
     keys: Sequence[torch.Tensor] = ()
     values: Sequence[torch.Tensor] = ()
@@ -57,8 +57,8 @@ class Place:
 
         `whole` keeps every cached position in `keys` and `values`, for kernels that take lengths.
         """
-        request = self.request
-        region = kv_L2BKSD if request is None else kv_L2BKSD[:, :, request : request + 1]
+        slots = self.slots
+        region = kv_L2BKSD if slots is None else kv_L2BKSD[:, :, slots.start : slots.stop]
         read = region if whole else region[..., : self.end, :]
         views = read.flatten(0, 1).unbind(0)
         self.keys, self.values = views[0::2], views[1::2]
@@ -80,7 +80,7 @@ class Place:
             self.targets[layer][:, self.request_B1, :, self.slot_BN] = new_BN2KD
 
 
-def chain_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start: int, n: int, request: int | None = None,
+def chain_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start: int, n: int, slots: range | None = None,
                 start_B: torch.Tensor | None = None) -> Place:
     """N tokens after the same number of positions in every request. With `start_B` the kernel takes lengths
     and no mask is made."""
@@ -88,11 +88,11 @@ def chain_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start: int, n: int, 
     mask = None
     if n > 1 and start_B is None:
         mask = torch.ones(n, end, dtype=torch.bool, device=cos_SD.device).tril(start)[None, None]
-    return Place(cos_SD[start:end, None], sin_SD[start:end, None], mask, end, start, start_B=start_B, request=request)
+    return Place(cos_SD[start:end, None], sin_SD[start:end, None], mask, end, start, start_B=start_B, slots=slots)
 
 
 def ragged_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start_B: torch.Tensor, n: int, end: int,
-                 tree: Tree | None = None, request: int | None = None, masked: bool = True) -> Place:
+                 tree: Tree | None = None, slots: range | None = None, masked: bool = True) -> Place:
     """N tokens after start_B positions of each request, as a chain or a tree; no value of `start_B` is read
     on the host, so the same code can be captured in a graph. `end` >= max(start_B) + n."""
     device = cos_SD.device
@@ -110,7 +110,7 @@ def ragged_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start_B: torch.Tens
         new.scatter_(2, slot_BN[:, None].expand(-1, n, -1), tree.sees_BNN.expand(len(start_B), -1, -1))
         mask = (committed | new)[:, None]
     return Place(cos_SD[position_BN][:, :, None], sin_SD[position_BN][:, :, None], mask, end, slot_BN=slot_BN,
-                 request_B1=torch.arange(len(start_B), device=device)[:, None], start_B=start_B.int(), request=request)
+                 request_B1=torch.arange(len(start_B), device=device)[:, None], start_B=start_B.int(), slots=slots)
 
 
 # (heads [B, N, Q + 2K, D] with queries, keys and values, number of key-value heads, layer, place) -> [B * N, Q * D]

@@ -71,12 +71,13 @@ class PlainLinear(Linear):
         super().__init__()
         self.out_features, self.in_features = weight_OI.shape
         self.weight, self.bias = weight_OI.detach(), None if bias_O is None else bias_O.detach()
+        self.weight_IO = self.weight.T
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        y = torch.addmm(residual, x, self.weight.T)
+        y = torch.addmm(residual, x, self.weight_IO)
         return y if self.bias is None else y.add_(self.bias)
 
     def outputs(self, x: torch.Tensor, start: int, end: int) -> torch.Tensor:

@@ -51,11 +51,11 @@ class Runner(Protocol):
         """What `new_cache` will allocate."""
         ...
 
-    def forward(self, ids_BN: torch.Tensor, cache: Any, keep: int | None = None, request: int | None = None,
+    def forward(self, ids_BN: torch.Tensor, cache: Any, keep: int | None = None, slots: range | None = None,
                 tree: Tree | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Append N tokens a request, a chain or a tree. Returns normed hidden states [B, keep, H] and logits
-        [B, keep, V] of the last `keep` tokens (all by default). `request` addresses one slot of a larger
-        cache."""
+        [B, keep, V] of the last `keep` tokens (all by default). `slots`: where in a larger cache the B requests
+        lie."""
         ...
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
@@ -106,12 +106,12 @@ class LeanRunner:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.embedding)
 
-    def forward(self, ids_BN: torch.Tensor, cache: KVCache, keep: int | None = None, request: int | None = None,
+    def forward(self, ids_BN: torch.Tensor, cache: KVCache, keep: int | None = None, slots: range | None = None,
                 tree: Tree | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         N = ids_BN.shape[1]
         keep = N if keep is None else keep
-        slots = list(range(len(ids_BN))) if request is None else [request]
-        if cache.storage is not None and request is None and tree is None and (rows := bucket_rows(N)) is not None:
+        requests = range(len(ids_BN)) if slots is None else slots
+        if cache.storage is not None and slots is None and tree is None and (rows := bucket_rows(N)) is not None:
             return self._replay(ids_BN, cache, keep, rows)
         if tree is not None and N > PREFILL_CHUNK:
             raise ValueError(f"a tree of {N} tokens; a pass has at most {PREFILL_CHUNK}")
@@ -119,10 +119,10 @@ class LeanRunner:
         for at in range(0, N, PREFILL_CHUNK):
             ids = ids_BN[:, at : at + PREFILL_CHUNK]
             n = ids.shape[1]
-            place = self.stack.place([cache.lengths[s] for s in slots], n, cache, request, tree)
+            place = self.stack.place([cache.lengths[r] for r in requests], n, cache, slots, tree)
             x = self.stack.forward(self.embed(ids), place, tree=tree is not None)
-            for s in slots:
-                cache.lengths[s] += n
+            for r in requests:
+                cache.lengths[r] += n
             if (skip := max(0, N - keep - at)) < n:
                 kept.append(x[:, skip:])
         hidden = self.stack.norm(torch.cat(kept, 1) if len(kept) > 1 else kept[0], self.norm_weight)
@@ -196,7 +196,7 @@ class ModuleRunner:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.embedding(ids)
 
-    def forward(self, ids_BN: torch.Tensor, cache: ModuleCache, keep: int | None = None, request: int | None = None,
+    def forward(self, ids_BN: torch.Tensor, cache: ModuleCache, keep: int | None = None, slots: range | None = None,
                 tree: Tree | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         if tree is not None:
             raise ValueError(f"the module runner of {self.config.model_type} takes chains only")

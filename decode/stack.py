@@ -143,6 +143,8 @@ class Stack:
         self.dtype, self.device = engine.dtype, engine.device
         self.q_heads, self.kv_heads, self.head_dim = head_shape(config)
         self.eps = config.rms_norm_eps
+        # Whether reading a number from a tensor costs nothing and keeps its precision.
+        self.scalars = engine.device.type == "cpu" and engine.dtype in (torch.float32, torch.float64)
         self.act = F.silu if config.hidden_act == "silu" else ACT2FN[config.hidden_act]
         # Graphs keep the address of these tables, which must then not grow.
         self._rope(storage_size(context_limit(config)) if engine.graphs else min(2048, context_limit(config)))
@@ -160,11 +162,15 @@ class Stack:
         self.sin = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x.numel() == len(weight) and self.scalars:
+            # One row: half the time of the general operator, which a pass asks for twice a layer.
+            square = float(torch.linalg.vector_norm(x)) ** 2
+            return torch.mul(x, weight).mul_((square / len(weight) + self.eps) ** -0.5)
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
-    def place(self, starts: list[int], n: int, cache: KVCache, request: int | None = None,
+    def place(self, starts: list[int], n: int, cache: KVCache, slots: range | None = None,
               tree: Tree | None = None) -> Place:
-        """Where N new tokens of each request go, after `starts` positions of it."""
+        """Where N new tokens of each request go, after `starts` positions of it; `slots`: see `Runner.forward`."""
         end = max(starts) + n
         if end > cache.capacity:
             raise ValueError(f"{end} positions in a cache of {cache.capacity}")
@@ -173,10 +179,10 @@ class Stack:
         flash = self.engine.attention == "flash" and tree is None
         if tree is None and len(set(starts)) == 1:
             lengths = torch.tensor(starts, dtype=torch.int32, device=self.device) if flash else None
-            place = chain_place(self.cos, self.sin, starts[0], n, request, lengths)
+            place = chain_place(self.cos, self.sin, starts[0], n, slots, lengths)
         else:
             start_B = torch.tensor(starts, device=self.device)
-            place = ragged_place(self.cos, self.sin, start_B, n, end, tree, request, masked=not flash)
+            place = ragged_place(self.cos, self.sin, start_B, n, end, tree, slots, masked=not flash)
         return place.bind(cache.kv, self.q_heads // self.kv_heads, n, whole=flash)
 
     def static_place(self, start_B: torch.Tensor, n: int, end: int, kv: torch.Tensor) -> Place:
@@ -193,10 +199,10 @@ class Stack:
         """
         B, N, H = x_BNH.shape
         attend = attend_with(self.engine.attention, tree)
-        x, size = x_BNH.reshape(B * N, H), (H,)
+        x = x_BNH.reshape(B * N, H)
         for i in range(first, len(self.layers) if last is None else last):
             layer = self.layers[i]
-            heads = layer.qkv(F.rms_norm(x, size, layer.norm_in, self.eps)).view(B, N, -1, self.head_dim)
+            heads = layer.qkv(self.norm(x, layer.norm_in)).view(B, N, -1, self.head_dim)
             self._rotate(layer, heads, place)
             x = layer.out.add_to(x, attend(heads, self.kv_heads, i, place))
             x = self._feed(layer, x, width)
@@ -218,7 +224,8 @@ class Stack:
         if width in layer.blocks:
             gate_up, down = layer.blocks[width]
             hidden = gate_up(inner)
-            return down.add_to(x, self.act(hidden[:, :width]) * hidden[:, width:])
+            gate, up = hidden.chunk(2, 1)
+            return down.add_to(x, self.act(gate).mul_(up))
         gate_up, down = layer.blocks[layer.neurons]
         gate = gate_up.outputs(inner, 0, width)
         up = gate_up.outputs(inner, layer.neurons, layer.neurons + width)

@@ -150,7 +150,7 @@ def test_requests_of_one_pass_have_trees_of_their_own() -> None:
     prompts, ids = [random_ids(7, 3), random_ids(11, 4)], torch.cat([random_ids(6, 5), random_ids(6, 6)])
     cache = runner.new_cache(2, 24)
     for slot, prompt in enumerate(prompts):
-        runner.forward(prompt, cache, request=slot)
+        runner.forward(prompt, cache, slots=range(slot, slot + 1))
     _, logits = runner.forward(ids, cache, tree=together)
     for slot, prompt in enumerate(prompts):
         alone = runner.new_cache(1, 24)

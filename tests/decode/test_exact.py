@@ -87,7 +87,7 @@ class ScriptedTarget:
         return torch.zeros(len(ids), 1)
 
     def forward(
-        self, ids: torch.Tensor, cache: PrefixCache, keep: int | None = None, request: int | None = None
+        self, ids: torch.Tensor, cache: PrefixCache, keep: int | None = None, slots: range | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = np.stack([self.tables.target(p) for p in cache.extend(ids)[-(keep or 10**6) :]])
         return torch.zeros(1, len(rows), 1), torch.from_numpy(rows)[None]

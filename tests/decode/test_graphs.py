@@ -73,7 +73,7 @@ def test_requests_of_different_lengths_share_a_replayed_pass() -> None:
     texts, starts = [random_ids(24, 1), random_ids(24, 2)], [7, 18]
     cache = runner.new_cache(2, 40)
     for slot, (text, start) in enumerate(zip(texts, starts, strict=True)):
-        runner.forward(text[:, :start], cache, request=slot)
+        runner.forward(text[:, :start], cache, slots=range(slot, slot + 1))
     together = torch.cat([t[:, s : s + 3] for t, s in zip(texts, starts, strict=True)])
     _, logits = runner.forward(together, cache, keep=2)
     for slot, (text, start) in enumerate(zip(texts, starts, strict=True)):
@@ -220,7 +220,7 @@ def test_flash_attention_is_asked_for_what_plain_attention_computes(monkeypatch:
         runner = LeanRunner(target)
         cache, texts = runner.new_cache(2, 40), random_ids(20, batch=2)
         for slot, start in enumerate((6, 15)):
-            runner.forward(texts[slot : slot + 1, :start], cache, request=slot)
+            runner.forward(texts[slot : slot + 1, :start], cache, slots=range(slot, slot + 1))
         together = torch.stack([texts[0, 6:10], texts[1, 15:19]])
         _, logits = runner.forward(together, cache)
         for slot, end in enumerate((10, 19)):

@@ -168,9 +168,9 @@ def test_lean_runner_runs_requests_of_different_lengths_together(family: str) ->
     starts = [6, 17, 11]
     cache = runner.new_cache(3, 24)
     for slot, (ids, start) in enumerate(zip(texts, starts, strict=True)):
-        runner.forward(ids[:, :start], cache, request=slot)
+        runner.forward(ids[:, :start], cache, slots=range(slot, slot + 1))
     cache.crop(4, 1)
-    runner.forward(texts[1][:, 4:17], cache, request=1)
+    runner.forward(texts[1][:, 4:17], cache, slots=range(1, 2))
     together = torch.cat([t[:, s : s + 3] for t, s in zip(texts, starts, strict=True)])
     _, logits = runner.forward(together, cache)
     assert cache.lengths == [9, 20, 14]
@@ -182,9 +182,9 @@ def test_lean_runner_copies_a_prompt_to_another_slot() -> None:
     model = lean_model("Llama", torch.float64)
     runner: Any = load_runner(Target("llama", model, None))
     ids, cache = random_ids(12), runner.new_cache(2, 16)
-    runner.forward(ids[:, :10], cache, request=1)
+    runner.forward(ids[:, :10], cache, slots=range(1, 2))
     cache.copy_prefix(1, 0, 8)
-    close(runner.forward(ids[:, 8:], cache, request=0)[1], model(input_ids=ids).logits[:, 8:], 1e-10)
+    close(runner.forward(ids[:, 8:], cache, slots=range(0, 1))[1], model(input_ids=ids).logits[:, 8:], 1e-10)
 
 
 def test_context_never_passes_a_sliding_window() -> None:

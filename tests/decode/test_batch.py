@@ -1,0 +1,73 @@
+"""Answers written in batches: each is the one its prompt has alone, however slots are shared and refilled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_target_model
+from draftsmith.decode import batch
+from draftsmith.decode.batch import Answer, generate_batch
+from draftsmith.decode.device import Engine
+from draftsmith.decode.runner import LeanRunner
+from draftsmith.decode.target import Target
+
+LENGTHS = [3, 9, 9, 12, 5, 9, 30, 2]
+
+
+@pytest.fixture(scope="module")
+def runner() -> LeanRunner:
+    model = make_target_model(seed=3).double()
+    return LeanRunner(Target("t", model, None, Engine(torch.device("cpu"), torch.float64)))
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 256, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def write(runner: Any, slots: int, answers: int, max_tokens: int = 6, eos: frozenset[int] = frozenset(),
+          which: list[int] | None = None) -> dict[tuple[int, int], Answer]:
+    numbers = list(range(len(LENGTHS))) if which is None else which
+    texts = [prompts()[n] for n in numbers]
+    found = list(generate_batch(runner, texts, answers, [0.0, 0.9], max_tokens, eos, slots, 7, 4, 0.5, numbers))
+    assert len(found) == len(texts) * answers
+    return {(numbers[a.job], a.index): a for a in found}
+
+
+@pytest.mark.parametrize("answers", [1, 2, 5])
+@pytest.mark.parametrize("slots", [1, 2, 3, 8, 64])
+def test_a_batch_writes_what_each_prompt_gets_alone(runner: LeanRunner, slots: int, answers: int) -> None:
+    alone = {k: a for n in range(len(LENGTHS)) for k, a in write(runner, 1, answers, which=[n]).items()}
+    eos = frozenset({next(iter(alone.values())).ids[2], alone[3, 0].ids[0], alone[6, 0].ids[0]})
+    alone = {k: a for n in range(len(LENGTHS)) for k, a in write(runner, 1, answers, eos=eos, which=[n]).items()}
+    assert len({len(a.ids) for a in alone.values()}) > 2  # they end at different times, some at once
+    together = write(runner, slots, answers, eos=eos)
+    assert together.keys() == alone.keys()
+    for key, answer in together.items():
+        assert answer.ids == alone[key].ids
+        for mine, other in ((answer.top_logp, alone[key].top_logp), (answer.tail, alone[key].tail)):
+            assert np.allclose(mine, other, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "spread", "expected"), [
+    (2048, 32, [[30, 12, 9, 9, 9, 5, 3, 2]]),
+    (2048, 4, [[30], [12, 9, 9, 9], [5, 3, 2]]),
+    (20, 32, [[30], [12], [9, 9], [9, 5], [3, 2]]),
+])
+def test_prompts_of_similar_length_are_read_in_one_pass(
+    runner: LeanRunner, monkeypatch: pytest.MonkeyPatch, rows: int, spread: int, expected: list[list[int]]
+) -> None:
+    monkeypatch.setattr(batch, "PREFILL_ROWS", rows)
+    monkeypatch.setattr(batch, "PREFILL_SPREAD", spread)
+    reads: list[list[int]] = []
+    read = batch._Batch._read
+    monkeypatch.setattr(batch._Batch, "_read", lambda self, jobs, first: (
+        reads.append([len(self.prompts[j]) for j in jobs]), read(self, jobs, first))[1])
+    plain = write(runner, 1, 1)
+    reads.clear()
+    together = write(runner, 8, 1)
+    assert reads == expected
+    assert {k: a.ids for k, a in together.items()} == {k: a.ids for k, a in plain.items()}
