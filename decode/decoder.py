@@ -15,11 +15,12 @@ from draftsmith.data.chat import chat_ids
 from .bundle import Bundle, check_compatible, load_bundle, update_manifest
 from .costs import Costs, cost_key, measure_costs, refresh_costs
 from .draft import DraftRunner
-from .loop import Generation, Stats, Token
+from .loop import Generation
 from .memory import check_memory, expected, usual_context
 from .policies import PolicyContext, make_policy
 from .runner import Runner, load_runner
 from .sampling import GumbelNoise, Noise, SamplingParams
+from .stats import Stats, Token
 from .target import Target, load_description, load_target
 from .text import TextStream
 

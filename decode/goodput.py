@@ -1,18 +1,20 @@
-"""Policy `goodput`: the variant and length that maximise tokens per second at measured costs.
+"""Policy `goodput`: the proposer, variant, length and tree that maximise tokens per second at measured costs.
 
-Per round it maximises (1 + sum_i prod_{j<=i} a_j) / (k * draft step + v(k + 1)) over variants and k, k = 0
-included. Within the round it goes on drafting while the next token's expected gain, judged by a logistic
-on the draft's top-2 margin, exceeds what the same time earns at the planned rate.
+Per round it maximises (1 + sum_i prod_{j<=i} a_j) / (k * draft step + v(k + 1)) over variants, the lookup and k,
+k = 0 included. Within the round it goes on drafting while the next token's expected gain, judged by a logistic
+on the draft's top-2 margin, exceeds what the same time earns at the planned rate; and the drafted chain gets those
+side branches whose gain exceeds what a row more in the pass costs.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from draftsmith.distill.variants import DraftShape, Variant
 
-from .costs import MAX_DRAFT, PROBE_CONTEXT, Costs
+from .costs import MAX_DRAFT, Costs
 from .policies import Plan, PolicyBase, Round, View
 
 PRIOR_ACCEPTANCE = 0.6  # before calibration
@@ -20,6 +22,8 @@ LEARNING_RATE = 0.1
 SHIFT_LIMIT = 3.0
 PROBE_START, PROBE_MAX, PROBE_TOKENS = 8, 128, 2
 MARGIN_CAP = 10.0
+SECONDS = (0.35, 0.15)  # share of rejections where the target's token is the draft's second and third choice, at first
+LOOKUP_PRIOR = {2: 0.4, 3: 0.6, 4: 0.75}  # acceptance by matched tokens, at first
 
 
 def sigmoid(z: float) -> float:
@@ -40,6 +44,9 @@ class Goodput(PolicyBase):
 
     name = "goodput"
     wants_margin = True
+    wants_lookup = True
+    max_width = 1 + len(SECONDS)
+    learns = ("intercept", "slope", "shift", "seconds", "matched", "idle", "probe_interval", "idle_rounds")
 
     def __init__(self, shape: DraftShape, costs: Costs, calibration: dict[str, Any]) -> None:
         self.variants, self.costs = shape.variants(), costs
@@ -47,48 +54,62 @@ class Goodput(PolicyBase):
         self.base = {v.name: logit(prior.get(v.name, PRIOR_ACCEPTANCE)) for v in self.variants}
         self.intercept, self.slope = calibration.get("margin", [0.0, 0.5])
         self.shift = 0.0
+        self.seconds = list(SECONDS)
+        self.matched = [LOOKUP_PRIOR[n] for n in sorted(LOOKUP_PRIOR)]
         self.idle, self.probe_interval = 0, PROBE_START
         self.rate = 0.0
         self.reach = 1.0
         self.current: Variant | None = None
         self.probing = False
         self.idle_rounds = 0
-        self.context = PROBE_CONTEXT
+        self.view: View
 
-    def best(self, max_draft: int) -> tuple[float, Variant | None, int]:
-        """(tokens per second, variant, k) of the best round; variant None when no draft pays."""
-        verify = [self.costs.rows(k + 1, self.context) for k in range(max_draft + 1)]
-        best: tuple[float, Variant | None, int] = (1.0 / verify[0], None, 0)
-        for variant in self.variants:
-            a, step = sigmoid(self.base[variant.name] + self.shift), self.costs.draft_step(variant.name, self.context)
+    def best(self, view: View) -> tuple[float, Plan]:
+        """(tokens per second, plan) of the best round."""
+        verify = [self.costs.rows(k + 1, view.context, view.batch) for k in range(view.max_depth + 1)]
+        best = (1.0 / verify[0], Plan())
+
+        def consider(a: float, step: float, longest: int, plan: Plan) -> None:
+            nonlocal best
             tokens, reach = 1.0, 1.0
-            for k in range(1, max_draft + 1):
+            for k in range(1, longest + 1):
                 reach *= a
                 tokens += reach
                 rate = tokens / (k * step + verify[k])
                 if rate > best[0]:
-                    best = (rate, variant, k)
+                    best = (rate, replace(plan, max_tokens=k))
+
+        for variant in self.variants:
+            consider(sigmoid(self.base[variant.name] + self.shift), self.costs.draft_step(variant.name, view.context),
+                     view.max_draft, Plan(variant))
+        matched, rest = view.match
+        if matched:
+            consider(self.matched[matched - min(LOOKUP_PRIOR)], 0.0, min(rest, view.max_depth), Plan(lookup=True))
         return best
 
     def plan(self, view: View) -> Plan:
-        self.context = view.context
-        if view.max_draft == 0:
+        self.view = view
+        if view.max_depth == 0:
             return self._alone()
-        self.rate, variant, k = self.best(min(view.max_draft, MAX_DRAFT))
+        self.rate, plan = self.best(view)
         self.probing = False
-        if variant is None:
+        if plan.lookup:
+            self.current = None
+            return plan
+        if plan.variant is None:
             # Not worth it now. Probe at growing intervals: text changes, and so do costs.
-            if self.idle < self.probe_interval:
+            if self.idle < self.probe_interval or view.max_draft == 0:
                 return self._alone()
             self.idle, self.probing = 0, True
             self.probe_interval = min(PROBE_MAX, 2 * self.probe_interval)
-            variant, k = self.variants[0], min(PROBE_TOKENS, view.max_draft)
+            plan = Plan(self.variants[0], min(PROBE_TOKENS, view.max_draft))
         else:
             self.probe_interval, self.idle = PROBE_START, 0
-        self.current, self.reach = variant, 1.0
-        # The margin rule may go past the length that the average suggests, not the other way only, unless the
-        # tokens past it are paid for in any case.
-        return Plan(variant, min(view.max_draft, MAX_DRAFT, k if self.probing or view.ahead else 2 * k))
+            # The margin rule may go past the length that the average suggests, not the other way only, unless the
+            # tokens past it are paid for in any case.
+            plan.max_tokens = min(view.max_draft, MAX_DRAFT, plan.max_tokens * (1 if view.ahead else 2))
+        self.current, self.reach = plan.variant, 1.0
+        return plan
 
     def _alone(self) -> Plan:
         self.current = None
@@ -97,23 +118,53 @@ class Goodput(PolicyBase):
     def proceed(self, index: int, margin: float) -> bool:
         if self.probing or self.current is None:
             return True
-        self.reach *= sigmoid(self.intercept + self.slope * min(margin, MARGIN_CAP) + self.shift)
-        slope = (self.costs.rows(index + 2, self.context) - self.costs.rows(1, self.context)) / (index + 1)
-        return self.reach > self.rate * (self.costs.draft_step(self.current.name, self.context) + slope)
+        self.reach *= self._likely(margin)
+        return self.reach > self.rate * (self.costs.draft_step(self.current.name, self.view.context)
+                                         + self._row(index + 1))
+
+    def _likely(self, margin: float) -> float:
+        """Acceptance of a token drafted with this margin."""
+        return sigmoid(self.intercept + self.slope * min(margin, MARGIN_CAP) + self.shift)
+
+    def _row(self, nodes: int) -> float:
+        """Seconds that each of so many nodes adds to a pass."""
+        context, batch = self.view.context, self.view.batch
+        return (self.costs.rows(nodes + 1, context, batch) - self.costs.rows(1, context, batch)) / nodes
+
+    def widths(self, margins: list[float]) -> list[int]:
+        """A branch pays where the chain is likely to get and then to fail, and the target's token to be the next in
+        the draft's order."""
+        if self.probing:
+            return []
+        widths, reach, nodes = [1] * len(margins), 1.0, len(margins)
+        for i, margin in enumerate(margins):
+            likely = self._likely(margin)
+            for share in self.seconds:
+                if reach * (1.0 - likely) * share <= self.rate * self._row(nodes + 1) or nodes >= MAX_DRAFT:
+                    break
+                widths[i] += 1
+                nodes += 1
+            reach *= likely
+        return widths
 
     def observe(self, finished: Round) -> None:
         if finished.variant is None:
             self.idle += finished.emitted
-            self.idle_rounds += 1
+            self.idle_rounds += int(not finished.matched)
+            for label in finished.labels:
+                n = finished.matched - min(LOOKUP_PRIOR)
+                self.matched[n] += LEARNING_RATE * (label - self.matched[n])
             return
         for label, margin in zip(finished.labels, finished.margins, strict=False):
             expected = sigmoid(self.base[finished.variant.name] + self.shift)
             self.shift += LEARNING_RATE * (label - expected)
             self.shift = min(SHIFT_LIMIT, max(-SHIFT_LIMIT, self.shift))
             m = min(margin, MARGIN_CAP)
-            error = label - sigmoid(self.intercept + self.slope * m + self.shift)
+            error = label - self._likely(margin)
             self.intercept += 0.2 * LEARNING_RATE * error
             self.slope = max(0.0, self.slope + 0.2 * LEARNING_RATE * error * m / MARGIN_CAP)
+        for i, hit in enumerate(finished.second[: len(self.seconds)]):
+            self.seconds[i] += LEARNING_RATE * (hit - self.seconds[i])
 
     def report(self) -> dict[str, float]:
         return {"goodput_shift": self.shift, "goodput_idle_rounds": float(self.idle_rounds)}

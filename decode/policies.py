@@ -1,4 +1,4 @@
-"""Policies decide how each round speculates: `ar`, `fixed(k)` and `paper`; `goodput` has its own file.
+"""Policies decide how each round speculates; `goodput` has its own file.
 
 A policy sees finished rounds, the committed prefix and, through `proceed`, the draft's distribution
 *before* a token is sampled from it, never a sampled token that is then discarded: a decision could not
@@ -7,10 +7,11 @@ bias the output if it wanted to (DESIGN, section 7, rule 1).
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +23,14 @@ from draftsmith.distill.variants import DraftShape, Variant
 from .costs import MAX_DRAFT, PROBE_CONTEXT, Costs
 from .meter import PerplexityMeter
 
+MAX_WIDTH = 8
+KNOWN = ("ar", "fixed(4)", "mtv(2,2,1,1)", "lookup(4)", "hybrid(4)", "paper", "goodput")
+
 
 @dataclass
 class Plan:
-    """One round: draft up to `max_tokens` with `variant`; no variant: the target decodes alone.
+    """One round: a chain of up to `max_tokens` from `variant`, or from the lookup; neither: the target decodes
+    alone. The loop sets `max_nodes`, of the whole tree.
 
     `min_confidence`: early rejection. `max_tokens` 0 with a variant is a probe: the draft reads what it
     has missed, so that its perplexity is known, and proposes nothing.
@@ -34,11 +39,17 @@ class Plan:
     variant: Variant | None = None
     max_tokens: int = 0
     min_confidence: float = 0.0
+    lookup: bool = False
+    max_nodes: int = MAX_DRAFT
 
 
 @dataclass
 class Round:
-    """A finished round as policies see it. `labels`: min(1, p/q) of each judged token, in order."""
+    """A finished round as policies see it. Counts are of the chain, and of a lookup's; `emitted` is of all.
+
+    `labels`: min(1, p/q) of each judged token, in order. `matched`: tokens that a lookup's match had in common.
+    `second`: after a rejection, whether the target's token was each of the draft's likeliest others.
+    """
 
     variant: Variant | None
     drafted: int
@@ -51,6 +62,8 @@ class Round:
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
     cut: bool = False  # early rejection ended the draft
+    matched: int = 0
+    second: list[bool] = field(default_factory=list)
 
     @property
     def judged(self) -> int:
@@ -60,7 +73,11 @@ class Round:
 @dataclass
 class View:
     """What a policy may look at when it plans: counts, perplexities, the gate's features and the length of the
-    text so far (prompt included)."""
+    text so far (prompt included).
+
+    `max_draft`: tokens in a row that the draft may propose; `max_depth`: that anything may. `match`: what
+    `Lookup.match` found. `batch`: requests in the pass.
+    """
 
     emitted: int
     max_draft: int
@@ -68,12 +85,20 @@ class View:
     features: Callable[[], torch.Tensor]
     context: int = PROBE_CONTEXT
     ahead: bool = False  # a plan is drafted whole before `proceed` is asked
+    match: tuple[int, int] = (0, 0)
+    max_depth: int = MAX_DRAFT
+    batch: int = 1
 
 
 class Policy(Protocol):
+    """Plans rounds. Everything a policy learns is in `state()`, which JSON can hold and `restore` takes back."""
+
     name: str
     wants_perplexity: bool
     wants_margin: bool
+    wants_draft: bool
+    wants_lookup: bool
+    max_width: int  # candidates at one place; more than 1 makes trees
 
     def plan(self, view: View) -> Plan: ...
 
@@ -81,7 +106,15 @@ class Policy(Protocol):
         """Whether to sample drafted token `index`, given the top-2 margin of the draft's logits."""
         ...
 
+    def widths(self, margins: list[float]) -> list[int]:
+        """How many candidates to propose at each index of the drafted chain, itself included, given the margins."""
+        ...
+
     def observe(self, finished: Round) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
 
     def report(self) -> dict[str, float]:
         """Counters of its own for the generation's statistics."""
@@ -92,12 +125,37 @@ class PolicyBase:
     name = "base"
     wants_perplexity = False
     wants_margin = False
+    wants_draft = True
+    wants_lookup = False
+    max_width = 1
+    learns: tuple[str, ...] = ()  # attributes that change from round to round
 
     def proceed(self, index: int, margin: float) -> bool:
         return True
 
+    def widths(self, margins: list[float]) -> list[int]:
+        return []
+
     def observe(self, finished: Round) -> None:
         return None
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"policy": self.name}
+        for name in self.learns:
+            value = getattr(self, name)
+            found[name] = {"variant": asdict(value)} if isinstance(value, Variant) else (
+                list(value) if isinstance(value, deque) else copy.deepcopy(value))
+        return found
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Raises `DraftsmithError` for the state of another policy."""
+        if state.get("policy") != self.name or set(state) != {"policy", *self.learns}:
+            raise DraftsmithError(f"this is not a state of policy '{self.name}': {sorted(state)}")
+        for name in self.learns:
+            value, old = copy.deepcopy(state[name]), getattr(self, name)
+            if isinstance(value, dict) and set(value) == {"variant"}:
+                value = Variant(**value["variant"])
+            setattr(self, name, deque(value, old.maxlen) if isinstance(old, deque) else value)
 
     def report(self) -> dict[str, float]:
         return {}
@@ -107,6 +165,7 @@ class Ar(PolicyBase):
     """Plain autoregressive decoding."""
 
     name = "ar"
+    wants_draft = False
 
     def plan(self, view: View) -> Plan:
         return Plan()
@@ -124,135 +183,50 @@ class Fixed(PolicyBase):
         return Plan(self.variant, min(self.k, view.max_draft)) if view.max_draft else Plan()
 
 
-@dataclass
-class PaperSettings:
-    """Thresholds of policy `paper` (DESIGN, section 7); counts are in tokens."""
+class Mtv(Fixed):
+    """A tree of the same shape every round: `shape[i]` candidates at index i, the first of them the chain's."""
 
-    tau: float = 0.7
-    gate_interval: int = 8
-    gate_acceptance: float = 0.85
-    upgrade_ratio: float = 1.2
-    failure_ratio: float = 1.35
-    ppl_window: int = 32
-    min_confidence: float = 0.3
-    window_start: int = 4
-    window_grow: int = 2
-    confident: float = 0.5
-    stop_acceptance: float = 0.7
-    stop_window: int = 32
-    pause: int = 32
-    pause_max: int = 256
-    probe_interval: int = 8
+    def __init__(self, shape: list[int], variant: Variant) -> None:
+        if not 1 <= len(shape) <= MAX_DRAFT or not all(1 <= width <= MAX_WIDTH for width in shape):
+            raise DraftsmithError(f"mtv(shape) needs 1 to {MAX_DRAFT} numbers of candidates from 1 to {MAX_WIDTH}, "
+                                  f"not {shape}")
+        super().__init__(len(shape), variant)
+        self.shape, self.max_width = shape, max(shape)
+        self.name = f"mtv({','.join(map(str, shape))})"
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> PaperSettings:
-        known = {f.name for f in fields(cls)}
-        for key in value:
-            if key not in known:
-                raise DraftsmithError(f"unknown setting '{key}' of policy paper{nearest(key, known)}")
-        return cls(**value)
+    def widths(self, margins: list[float]) -> list[int]:
+        return self.shape
 
 
-class Paper(PolicyBase):
-    """The source paper's controller: perplexity analyser, gate, upgrades, dynamic window, termination.
+class LookupOnly(PolicyBase):
+    """What followed the same tokens before, up to k of it; where nothing did, the target alone."""
 
-    With no gate (one that did not beat the best fixed variant is not used) `variant` is the fixed one.
-    """
+    wants_draft, wants_lookup = False, True
 
-    name = "paper"
-    wants_perplexity = True
-
-    def __init__(self, shape: DraftShape, gate: Gate | None, variant: Variant, settings: PaperSettings) -> None:
-        self.shape, self.gate, self.s = shape, gate, settings
-        self.variants = shape.variants()
-        self.base = self.variant = variant
-        self.window = settings.window_start
-        self.judged: deque[bool] = deque(maxlen=settings.stop_window)
-        self.paused, self.pause = 0, settings.pause
-        self.since_gate, self.since_probe = settings.gate_interval, 0
-        self.was_low = False
-        self.counts = {"gate_decisions": 0, "upgrades": 0, "failures": 0, "terminations": 0, "low_confidence": 0}
-
-    def acceptance(self, last: int | None = None) -> float | None:
-        recent = list(self.judged)[-last:] if last else list(self.judged)
-        return sum(recent) / len(recent) if recent else None
+    def __init__(self, k: int) -> None:
+        if not 1 <= k <= MAX_DRAFT:
+            raise DraftsmithError(f"lookup(k) needs k from 1 to {MAX_DRAFT}, not {k}")
+        self.k, self.name = k, f"lookup({k})"
 
     def plan(self, view: View) -> Plan:
-        if self.paused > 0 or view.max_draft == 0:
-            return Plan()
-        if not self._confident(view):
-            return self._probe()
-        if self._failing(view):
-            self.counts["failures"] += 1
-            self._start_pause(self.s.pause)
-            return Plan()
-        self._choose_variant(view)
-        return Plan(self.variant, min(self.window, view.max_draft, MAX_DRAFT), self.s.min_confidence)
+        k = min(self.k, view.max_depth, view.match[1])
+        return Plan(max_tokens=k, lookup=True) if k else Plan()
 
-    def _confident(self, view: View) -> bool:
-        confidence = view.meter.confidence()
-        return confidence is None or confidence >= self.s.tau
 
-    def _probe(self) -> Plan:
-        """The target decodes alone; every so often the draft reads along to be judged again."""
-        self.counts["low_confidence"] += 1
-        if self.since_probe >= self.s.probe_interval:
-            self.since_probe = 0
-            return Plan(self.variant, 0)
-        return Plan()
+class Hybrid(Fixed):
+    """The lookup where a long match has something to offer, else the draft."""
 
-    def _choose_variant(self, view: View) -> None:
-        recent = self.acceptance(self.s.gate_interval)
-        low = recent is not None and recent < self.s.gate_acceptance
-        # "Falls below": re-evaluated when it crosses the line, not at every round beneath it.
-        if self.since_gate >= self.s.gate_interval or (low and not self.was_low):
-            self.since_gate = 0
-            self.variant = self.base
-            if self.gate is not None:
-                self.counts["gate_decisions"] += 1
-                self.variant = self.shape.choose(float(self.gate(view.features()[None])))
-            ratio = view.meter.ratio(self.s.ppl_window)
-            at = self.variants.index(self.variant)
-            if ratio is not None and ratio > self.s.upgrade_ratio and at + 1 < len(self.variants):
-                self.counts["upgrades"] += 1
-                self.variant = self.variants[at + 1]
-        self.was_low = low
+    wants_lookup = True
+    LEAST = 3  # matched tokens
 
-    def _failing(self, view: View) -> bool:
-        """The failure mode; after a pause the draft is given some tokens before it is judged again."""
-        ratio = view.meter.ratio(self.s.ppl_window)
-        return ratio is not None and ratio > self.s.failure_ratio and len(self.judged) >= self.s.gate_interval
+    def __init__(self, k: int, variant: Variant) -> None:
+        super().__init__(k, variant)
+        self.name = f"hybrid({k})"
 
-    def _start_pause(self, tokens: int) -> None:
-        self.paused = tokens
-        self.judged.clear()
-
-    def observe(self, finished: Round) -> None:
-        s = self.s
-        self.since_gate += finished.emitted
-        self.since_probe += finished.emitted
-        if self.paused > 0:
-            self.paused = max(0, self.paused - finished.emitted)
-            return
-        if finished.variant is None or (finished.drafted == 0 and not finished.cut):
-            return
-        self.judged.extend([True] * finished.accepted + [False] * int(finished.rejected))
-        confident = all(c >= s.confident for c in finished.confidences)
-        full = finished.accepted == finished.drafted and not finished.cut
-        self.window += s.window_grow if full and confident else -1
-        self.window = min(MAX_DRAFT, max(1, self.window))
-        acceptance = self.acceptance()
-        if len(self.judged) < s.stop_window or acceptance is None:
-            return
-        if acceptance < s.stop_acceptance:
-            self.counts["terminations"] += 1
-            self._start_pause(self.pause)
-            self.pause = min(s.pause_max, 2 * self.pause)
-        else:
-            self.pause = s.pause
-
-    def report(self) -> dict[str, float]:
-        return {f"paper_{key}": float(value) for key, value in self.counts.items()}
+    def plan(self, view: View) -> Plan:
+        matched, rest = view.match
+        k = min(self.k, view.max_depth, rest)
+        return Plan(max_tokens=k, lookup=True) if k and matched >= self.LEAST else super().plan(view)
 
 
 @dataclass
@@ -269,14 +243,22 @@ class PolicyContext:
 
 
 def make_policy(name: str | None, context: PolicyContext) -> Policy:
-    """A policy by name: `ar`, `fixed(k)` or `fixed(k,variant)`, `paper`, `goodput`; None is the default."""
+    """A policy by name, None for the default: `ar`, `fixed(k)` or `fixed(k,variant)`, `mtv(w1,w2,...)`, `lookup(k)`,
+    `hybrid(k)`, `paper`, `goodput`."""
     from .goodput import Goodput
+    from .paper import Paper, PaperSettings
 
     name = context.default if name is None else name
-    if name == "ar" or context.shape is None or context.variant is None:
-        if name not in ("ar", context.default):
-            raise DraftsmithError(f"policy '{name}' needs a draft, and none was loaded")
+    if name == "ar":
         return Ar()
+    if found := re.fullmatch(r"lookup\(\s*(\d+)\s*\)", name):
+        return LookupOnly(int(found[1]))
+    if context.shape is None or context.variant is None:
+        raise DraftsmithError(f"policy '{name}' needs a draft, and none was loaded; ar and lookup(k) do not")
+    if found := re.fullmatch(r"mtv\(\s*(\d+(?:\s*,\s*\d+)*)\s*\)", name):
+        return Mtv([int(width) for width in found[1].split(",")], context.variant)
+    if found := re.fullmatch(r"hybrid\(\s*(\d+)\s*\)", name):
+        return Hybrid(int(found[1]), context.variant)
     if found := re.fullmatch(r"fixed\(\s*(\d+)\s*(?:,\s*([^)]+?)\s*)?\)", name):
         try:
             variant = context.shape.find(found[2]) if found[2] else context.variant
@@ -288,4 +270,4 @@ def make_policy(name: str | None, context: PolicyContext) -> Policy:
     if name == "goodput":
         assert context.costs is not None
         return Goodput(context.shape, context.costs, context.goodput)
-    raise DraftsmithError(f"unknown policy '{name}'{nearest(name, ['ar', 'fixed(4)', 'paper', 'goodput'])}")
+    raise DraftsmithError(f"unknown policy '{name}'{nearest(name, KNOWN)}")

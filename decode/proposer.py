@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from draftsmith.distill.variants import Variant
 
+from .candidates import Draft, branch
 from .draft import DraftRunner
 from .meter import PerplexityMeter, log_probs_at
 from .policies import Plan, Policy
@@ -15,29 +16,6 @@ from .profile import Laps
 from .sampling import GumbelNoise, Noise, SamplingParams, process
 
 METER_ROWS = 32  # positions of a long catch-up (a prompt) that enter the perplexity
-
-
-@dataclass
-class Draft:
-    """Drafted tokens (target ids) with, for each, the probability it was proposed with, the draft's
-    confidence (softmax at temperature 1) and top-2 margin. `rows[i]` are the raw logits at index i, one
-    more than tokens where the draft looked further than it proposed. `q_rows[i]` is the processed
-    distribution over the head and `kept[i]` marks the tokens that early rejection would have let through;
-    both have one more entry when the last sampled token was dropped. `cut`: early rejection ended the
-    draft, by dropping a sampled token (`dropped`) or, under greedy, before proposing one."""
-
-    variant: Variant | None = None
-    tokens: list[int] = field(default_factory=list)
-    q_at: list[float] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-    margins: list[float] = field(default_factory=list)
-    rows: list[torch.Tensor] = field(default_factory=list)
-    q_rows: list[torch.Tensor] = field(default_factory=list)
-    kept: list[torch.Tensor | None] = field(default_factory=list)
-    dropped: bool = False
-    cut: bool = False
-    read: int = 0  # committed tokens that the draft had to read first
-    steps: int = 0  # passes of the draft, that reading included
 
 
 @dataclass
@@ -84,9 +62,10 @@ class ElasticProposer:
 
     def propose(self, tokens: list[int], plan: Plan, policy: Policy, meter: PerplexityMeter | None,
                 stop_ids: frozenset[int]) -> Draft:
-        """Draft up to `plan.max_tokens` after `tokens`; drafting ends after a token in `stop_ids`."""
+        """Draft a chain of up to `plan.max_tokens` after `tokens` and its side branches, `plan.max_nodes` in all;
+        the chain ends after a token in `stop_ids`."""
         assert plan.variant is not None
-        draft = Draft(plan.variant)
+        draft = Draft("draft", plan.variant)
         draft.read = len(tokens) - self.cache.lengths[0]
         logits = self.read(tokens, plan.variant, meter)
         # Penalties need the tokens that were drafted, which drafting ahead does not wait for.
@@ -104,13 +83,24 @@ class ElasticProposer:
             self.laps.lap("policy")
             pick = ahead.picks[index] if ahead else None
             more = self._sample(draft, logits, margin, len(tokens) + index, plan.min_confidence, pick)
+            if more and policy.max_width > 1:
+                draft.others.append(self._others(draft, logits, policy.max_width))
             self.laps.lap("sampling")
             if not more or index + 1 == plan.max_tokens or draft.tokens[-1] in stop_ids:
                 break
             logits = ahead.rows[index + 1] if ahead else self._step(draft.tokens[-1], plan.variant)
             draft.rows.append(logits)
             draft.steps += 0 if ahead else 1
+        if draft.tokens and policy.max_width > 1:
+            branch(draft, policy.widths(draft.margins), plan.max_nodes)
         return draft
+
+    def _others(self, draft: Draft, logits: torch.Tensor, width: int) -> list[tuple[int, float]]:
+        """The likeliest tokens beside the chain's last one, with their probabilities."""
+        raw = torch.log_softmax(logits, -1) if self.params.greedy else draft.q_rows[-1].log()
+        values, rows = raw.topk(min(width, len(raw)))
+        pairs = [(self.head_list[r], q) for r, q in zip(rows.tolist(), values.exp().tolist(), strict=True)]
+        return [(token, q) for token, q in pairs if q > 0 and token != draft.tokens[-1]][: width - 1]
 
     def _step(self, token: int, variant: Variant) -> torch.Tensor:
         ids = torch.tensor([[token]], device=self.head_ids.device)

@@ -11,8 +11,8 @@ from draftsmith.data.text import Sample
 
 from .decoder import Decoder
 from .identity import compare
-from .loop import Stats
 from .sampling import SamplingParams
+from .stats import Stats
 
 REFERENCE = "transformers"
 WARM_UP_TOKENS = 16

@@ -13,7 +13,7 @@ import yaml
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import nearest
 from draftsmith.decode.costs import MAX_DRAFT
-from draftsmith.decode.policies import PaperSettings
+from draftsmith.decode.paper import PaperSettings
 from draftsmith.distill.variants import DraftShape
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 

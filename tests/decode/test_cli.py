@@ -10,7 +10,7 @@ import pytest
 from conftest import make_tokenizer
 from draftsmith.decode import Decoder, cli
 from draftsmith.decode.decoder import Chunk, GenerationOutput
-from draftsmith.decode.loop import Token
+from draftsmith.decode.stats import Token
 
 
 def test_colour_marks_accepted_tokens_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

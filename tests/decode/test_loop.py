@@ -19,7 +19,8 @@ from draftsmith.decode.text import TextStream
 from draftsmith.distill.init import build_draft
 from transformers import AutoModelForCausalLM
 
-POLICIES = ["ar", "fixed(1)", "fixed(4)", "fixed(16)", "fixed(3,2L)", "paper", "goodput"]
+POLICIES = ["ar", "fixed(1)", "fixed(4)", "fixed(16)", "fixed(3,2L)", "mtv(3,2,1)", "mtv(8,4,2,2,2)", "lookup(4)",
+            "hybrid(4)", "paper", "goodput"]
 PROMPTS = ["Hello world", "SELECT a FROM b", "\u00e9"]
 PRINTABLE = 94  # ids below it are the characters ! to ~
 LENGTH = 36
@@ -90,7 +91,7 @@ def test_a_rollback_off_by_one_changes_the_text(
     plain: Decoder, stock: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison above would notice: positions shift when the cache keeps a rejected token."""
-    monkeypatch.setattr(Generation, "_rollback", lambda self: self.cache.crop(len(self.tokens)))
+    monkeypatch.setattr(Generation, "_rollback", lambda self, *_: self.cache.crop(len(self.tokens)))
     output: list[int] = []
     chunks = plain.stream(PROMPTS[0], SamplingParams(max_tokens=3 * LENGTH, ignore_eos=True), "fixed(1)")
     while len(output) < LENGTH:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +16,10 @@ from draftsmith.decode import SamplingParams
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.goodput import Goodput
 from draftsmith.decode.meter import LOG_FLOOR, PerplexityMeter
+from draftsmith.decode.paper import Paper, PaperSettings
 from draftsmith.decode.policies import (
     Ar,
     Fixed,
-    Paper,
-    PaperSettings,
     Plan,
     Policy,
     PolicyContext,
@@ -295,8 +297,8 @@ def test_goodput_finds_the_best_rate(acceptance: float, row: float) -> None:
         for k in range(1, 17):
             tokens = sum(prior[v.name] ** n for n in range(k + 1))
             rates[v.name, k] = tokens / (0.1 * (i + 1) * k + 1.0 + row * k)
-    rate, variant, k = policy.best(16)
-    assert (variant.name if variant else None, k) == max(rates, key=lambda key: rates[key])
+    rate, plan = policy.best(view())
+    assert (plan.variant.name if plan.variant else None, plan.max_tokens) == max(rates, key=lambda key: rates[key])
     assert rate == pytest.approx(max(rates.values()))
 
 
@@ -314,7 +316,7 @@ def test_goodput_leaves_the_target_alone_when_drafts_never_pay() -> None:
 def test_goodput_recovers_by_probing() -> None:
     policy = goodput()
     drive(policy, 300, lambda at: False)
-    assert policy.best(16)[1] is None
+    assert policy.best(view())[1] == Plan()
     drive(policy, 1200, lambda at: True)
     assert policy.plan(view()).max_tokens > 2
 
@@ -333,10 +335,10 @@ def test_goodput_pays_for_a_variant_that_is_accepted_much_more() -> None:
 
 def test_goodput_learns_the_length_from_acceptance() -> None:
     good, bad = goodput(), goodput()
-    before = good.best(16)[2]
+    before = good.best(view())[1].max_tokens
     drive(good, 60, lambda at: True)
     drive(bad, 60, lambda at: at % 2 == 0)
-    assert good.best(16)[2] > before > bad.best(16)[2]
+    assert good.best(view())[1].max_tokens > before > bad.best(view())[1].max_tokens
 
 
 def test_goodput_ends_a_draft_at_a_small_margin() -> None:
@@ -386,6 +388,13 @@ def test_make_policy_knows_every_name() -> None:
         ("fixed(17)", "k from 1 to 16, not 17"),
         ("fixed(3,9L)", "no variant '9L'; there are 2L, 4L@0.75"),
         ("zzz", "known: ar, "),
+        ("mtv(2,9)", r"candidates from 1 to 8, not \[2, 9\]"),
+        ("mtv(2,0)", r"candidates from 1 to 8, not \[2, 0\]"),
+        ("mtv(2", r"did you mean 'mtv\("),
+        ("mtv(" + "1," * 16 + "1)", "1 to 16 numbers of candidates"),
+        ("lookup(0)", "k from 1 to 16, not 0"),
+        ("lookup", r"did you mean 'lookup\(4\)'"),
+        ("hybrid(20)", "k from 1 to 16, not 20"),
     ],
 )
 def test_make_policy_says_what_was_meant(name: str, message: str) -> None:
@@ -393,8 +402,87 @@ def test_make_policy_says_what_was_meant(name: str, message: str) -> None:
         make_policy(name, context())
 
 
-def test_without_a_draft_only_ar_is_possible() -> None:
+def test_without_a_draft_only_ar_and_the_lookup_are_possible() -> None:
     nothing = context(shape=None, variant=None, default="ar")
     assert isinstance(make_policy(None, nothing), Ar)
+    assert make_policy("lookup(3)", nothing).name == "lookup(3)"
     with pytest.raises(DraftsmithError, match="policy 'paper' needs a draft"):
         make_policy("paper", nothing)
+
+
+def test_a_lookup_plans_what_its_match_offers() -> None:
+    policy = make_policy("lookup(4)", context())
+    assert policy.plan(replace(view(), match=(3, 9))) == Plan(max_tokens=4, lookup=True)
+    assert policy.plan(replace(view(), match=(2, 1))) == Plan(max_tokens=1, lookup=True)
+    assert policy.plan(replace(view(), match=(3, 9), max_depth=2)) == Plan(max_tokens=2, lookup=True)
+    assert policy.plan(view()) == Plan()
+
+
+def test_a_hybrid_drafts_where_there_is_no_long_match() -> None:
+    policy = make_policy("hybrid(4)", context())
+    assert policy.plan(replace(view(), match=(3, 9))) == Plan(max_tokens=4, lookup=True)
+    assert policy.plan(replace(view(), match=(2, 9))) == policy.plan(view()) == Plan(FULL, 4)
+
+
+def test_goodput_takes_the_lookup_while_it_is_right() -> None:
+    policy = goodput(acceptance={v.name: 0.5 for v in VARIANTS})
+    offer = replace(view(), match=(4, 16))
+    assert policy.plan(offer).lookup
+    for _ in range(20):
+        policy.observe(Round(None, 4, 0, True, 1, labels=[0.0], matched=4))
+    assert not policy.plan(offer).lookup
+    assert policy.plan(replace(view(), match=(3, 16))).lookup  # judged by how long the match is
+    for _ in range(40):
+        policy.observe(Round(None, 4, 4, False, 5, labels=[1.0] * 4, matched=4))
+    assert policy.plan(offer).max_tokens > 8
+
+
+def test_goodput_branches_where_the_draft_hesitates_and_its_second_choice_is_right() -> None:
+    policy = goodput(costs(row=0.02), acceptance={v.name: 0.7 for v in VARIANTS}, margin=[-1.0, 1.0])
+    policy.plan(view())
+    assert policy.widths([0.1, 8.0, 8.0]) == [3, 1, 1]
+    assert policy.widths([8.0, 8.0, 0.1])[2] > 1
+    for _ in range(30):
+        policy.observe(Round(FULL, 1, 0, True, 1, [0.5], [1.0], [0.0], second=[True, False]))
+    policy.plan(view())
+    assert policy.widths([0.1, 8.0]) == [2, 1]
+    for _ in range(60):
+        policy.observe(Round(FULL, 1, 0, True, 1, [0.5], [1.0], [0.0], second=[False, False]))
+    policy.plan(view())
+    assert policy.widths([0.1, 8.0]) == [1, 1]
+
+
+def test_goodput_does_not_branch_where_a_row_costs_much() -> None:
+    policy = goodput(costs(row=0.4), acceptance={v.name: 0.9 for v in VARIANTS})
+    policy.plan(view())
+    assert policy.widths([0.1, 0.1]) == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["ar", "fixed(3)", "mtv(2,1)", "lookup(2)", "hybrid(2)", "paper", "goodput"])
+def test_a_policy_goes_on_from_its_state(name: str) -> None:
+    """Through JSON, at every round of a varied history."""
+    generator = random.Random(5)
+    first = make_policy(name, context())
+    for _ in range(120):
+        seen = replace(view(generator.choice([0.9, 1.1, 1.3, 1.5])), match=(generator.choice([0, 2, 4]), 5))
+        second = make_policy(name, context())
+        second.restore(json.loads(json.dumps(first.state())))
+        plan = first.plan(seen)
+        assert second.plan(seen) == plan
+        margins = [generator.random() * 5 for _ in range(plan.max_tokens)]
+        assert [first.proceed(i, m) for i, m in enumerate(margins)] == [
+            second.proceed(i, m) for i, m in enumerate(margins)]
+        assert first.widths(margins) == second.widths(margins)
+        good = generator.randint(0, plan.max_tokens)
+        if plan.lookup:
+            done = Round(None, plan.max_tokens, good, good < plan.max_tokens, good + 1, labels=[1.0] * good, matched=4)
+        else:
+            done = drafted(good, plan.max_tokens, variant=plan.variant) if plan.variant else ALONE
+        first.observe(done)
+        second.observe(done)
+        assert first.state() == second.state()
+
+
+def test_a_state_of_another_policy_is_refused() -> None:
+    with pytest.raises(DraftsmithError, match="not a state of policy 'goodput'"):
+        make_policy("goodput", context()).restore(make_policy("paper", context()).state())
