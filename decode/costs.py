@@ -13,8 +13,7 @@ from draftsmith.data import DraftsmithError
 from draftsmith.distill.variants import Variant
 
 from .device import device_name, synchronise
-from .draft import DraftRunner
-from .runner import Runner
+from .runner import DraftModel, Runner
 
 MAX_DRAFT = 16
 PROBE_ROWS = (1, 2, 3, 5, 9, 17)
@@ -82,7 +81,7 @@ class Costs:
         return costs
 
 
-def cost_key(target: Runner, draft: DraftRunner | None) -> str:
+def cost_key(target: Runner, draft: DraftModel | None) -> str:
     """Under which a bundle keeps a table: the device and how the weights are held."""
     return f"{device_name()}; target {target.precision}" + (f"; draft {draft.precision}" if draft else "")
 
@@ -107,7 +106,7 @@ def _fastest(device: torch.device, repeats: int, run: Callable[[], object]) -> f
 class Prober:
     """Times passes over caches whose content does not matter."""
 
-    def __init__(self, target: Runner, draft: DraftRunner | None, repeats: int = REPEATS) -> None:
+    def __init__(self, target: Runner, draft: DraftModel | None, repeats: int = REPEATS) -> None:
         self.target, self.draft, self.repeats = target, draft, repeats
         limit = target.context if draft is None else min(target.context, draft.context)
         self.near = min(PROBE_CONTEXT, limit // 2)
@@ -161,7 +160,7 @@ def fill(target: Runner, cache: Any, batch: int, context: int) -> None:
 
 
 @torch.no_grad()
-def measure_costs(target: Runner, draft: DraftRunner | None, repeats: int = REPEATS) -> Costs:
+def measure_costs(target: Runner, draft: DraftModel | None, repeats: int = REPEATS) -> Costs:
     """Time target passes and draft steps; a second or two for SmolLM2."""
     probe = Prober(target, draft, repeats)
     rows = tuple(n for n in PROBE_ROWS if probe.near + n <= target.context)
@@ -186,7 +185,7 @@ def measure_costs(target: Runner, draft: DraftRunner | None, repeats: int = REPE
 
 
 @torch.no_grad()
-def refresh_costs(stored: Costs, target: Runner, draft: DraftRunner | None) -> Costs:
+def refresh_costs(stored: Costs, target: Runner, draft: DraftModel | None) -> Costs:
     """A stored table brought to today's speed by timing one pass and one step."""
     probe = Prober(target, draft)
     now = probe.target_pass(1, probe.near) / stored.rows(1, probe.near)

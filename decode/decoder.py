@@ -7,48 +7,25 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import chat_ids
 
+from .answer import Answer, Chunk, GenerationOutput
 from .bundle import Bundle, check_compatible, load_bundle, update_manifest
 from .costs import Costs, cost_key, measure_costs, refresh_costs
 from .draft import DraftRunner
 from .loop import Generation
 from .memory import check_memory, expected, usual_context
 from .policies import PolicyContext, make_policy
-from .runner import Runner, load_runner
+from .runner import DraftModel, Runner, load_runner
 from .sampling import GumbelNoise, Noise, SamplingParams
-from .stats import Stats, Token
+from .schedule import Batch, Request
+from .stock import StockDraft
 from .target import Target, load_description, load_target
-from .text import TextStream
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
-
-
-@dataclass
-class GenerationOutput:
-    """A finished generation. finish_reason: "stop" (end of sequence, stop string or id) or "length"."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
-    finish_reason: str = "length"
-    stats: Stats = field(default_factory=Stats)
-
-
-@dataclass
-class Chunk:
-    """A piece of a stream: the tokens of one round, each with the text that became final with it, and the
-    output so far."""
-
-    pieces: list[tuple[Token, str]]
-    output: GenerationOutput
-
-    @property
-    def text(self) -> str:
-        return "".join(text for _, text in self.pieces)
 
 
 def bundle_costs(bundle: Bundle, runner: Runner, draft: DraftRunner) -> Costs:
@@ -67,16 +44,17 @@ def bundle_costs(bundle: Bundle, runner: Runner, draft: DraftRunner) -> Costs:
 class Decoder:
     """A target with a draft, ready to generate."""
 
-    def __init__(self, target: Target, runner: Runner, draft: DraftRunner | None, bundle: Bundle | None,
-                 costs: Costs | None) -> None:
+    def __init__(self, target: Target, runner: Runner, draft: DraftModel | None,
+                 bundle: Bundle | None, costs: Costs | None) -> None:
         self.target, self.runner, self.draft, self.bundle, self.costs = target, runner, draft, bundle, costs
         self.tokenizer, self.eos_ids = target.tokenizer, target.eos_ids
         settings = bundle.manifest.policy if bundle else {}
-        shape = bundle.shape if bundle else None
+        shape = draft.shape if draft else None
+        variant = shape.variants()[-1] if shape else None
         self.context = PolicyContext(
             shape, bundle.gate if bundle and settings.get("use_gate") else None, costs,
-            settings.get("default", "goodput") if draft else "ar",
-            shape.find(settings["variant"]) if shape and "variant" in settings else None,
+            settings.get("default", "goodput" if costs else "ar"),
+            shape.find(settings["variant"]) if shape and "variant" in settings else variant,
             settings.get("paper", {}), settings.get("goodput", {}),
         )
 
@@ -109,6 +87,20 @@ class Decoder:
         return decoder
 
     @classmethod
+    def pair(cls, target: str, draft: str | None = None, trust_remote_code: bool = False, precision: str = "auto",
+             draft_precision: str = "auto") -> Decoder:
+        """A decoder without a bundle: a target with any smaller model of the same tokenizer as its draft, or with
+        prompt lookup alone. Names are folders or hub names. Costs are measured at every load."""
+        loaded = load_target(target, trust_remote_code=trust_remote_code, precision=precision)
+        stock = None
+        if draft is not None:
+            precision = "auto" if draft_precision == "plain" else draft_precision
+            stock = StockDraft(load_target(draft, trust_remote_code=trust_remote_code, precision=precision), loaded)
+        runner = load_runner(loaded)
+        loaded.release()
+        return cls(loaded, runner, stock, None, measure_costs(runner, stock))
+
+    @classmethod
     def assemble(cls, target: Target, bundle: Bundle, draft_precision: str = "auto") -> Decoder:
         """A decoder from a target and a bundle, whose tensors it takes; measures costs, or refreshes those the
         bundle has of this device."""
@@ -139,7 +131,7 @@ class Decoder:
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None,
                  policy: str | None = None) -> GenerationOutput:
-        """Generate one answer. `policy`: "ar", "fixed(k)", "paper" or "goodput"; default: the bundle's."""
+        """Generate one answer. `policy`: see `policies.make_policy`; default: the bundle's."""
         output = GenerationOutput()
         for chunk in self.stream(prompt, params, policy):
             output = chunk.output
@@ -156,43 +148,54 @@ class Decoder:
     def start(self, prompt: Prompt, params: SamplingParams, policy: str | None = None,
               noise: Noise | None = None) -> Generation:
         """The loop for one request, not yet run."""
-        if noise is None:
-            noise = Noise() if params.seed is None else GumbelNoise(params.seed, self.runner.vocab_size)
+        if params.n != 1:
+            raise DraftsmithError(f"n = {params.n}: generate_batch gives several answers, generate and stream give one")
         return Generation(self.prompt_ids(prompt), params, make_policy(policy, self.context), self.runner,
-                          self.draft, noise, self.eos_ids, self.costs)
+                          self.draft, noise or self._noise(params), self.eos_ids, self.costs)
 
     def run(self, generation: Generation, started: float | None = None) -> Iterator[Chunk]:
         """Drive a loop to its end, cutting at stop ids, stop strings and max_tokens."""
-        started = time.perf_counter() if started is None else started
-        params, stats = generation.params, generation.stats
-        output = GenerationOutput(stats=stats)
-        stream, laps = TextStream(self.tokenizer, tuple(params.stop), generation.stop_ids), generation.laps
-        done = generation.max_tokens == 0
-        while not done:
-            fresh = generation.prefill() if not output.tokens else generation.round()
-            laps.start()
-            pieces: list[tuple[Token, str]] = []
-            for token in fresh:
-                ends = token.id in generation.stop_ids
-                pieces.append((token, "" if ends else stream.push(token.id)))
-                if ends or stream.stopped:
-                    done, output.finish_reason = True, "stop"
-                    break
-            stats.trimmed += len(fresh) - len(pieces)
-            output.tokens += [token for token, _ in pieces]
-            output.token_ids += [token.id for token, _ in pieces]
-            stats.emitted = len(output.tokens)
-            done = done or stats.emitted >= generation.max_tokens
-            if done:
-                pieces[-1] = (pieces[-1][0], pieces[-1][1] + stream.finish())
-            output.text += "".join(text for _, text in pieces)
-            laps.lap("detokenisation")
-            if not stats.ttft:
-                stats.ttft = time.perf_counter() - started
-            stats.seconds = time.perf_counter() - started
-            if done:
-                stats.policy = generation.policy.report()
-                stats.check()
-            yield Chunk(pieces, output)
-        if not output.tokens:
-            yield Chunk([], output)
+        answer = Answer(generation, self.tokenizer, started)
+        while not answer.done:
+            yield answer.take(generation.round() if answer.output.tokens else generation.prefill())
+        if not answer.output.tokens:
+            yield Chunk([], answer.output)
+
+    def generate_batch(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
+                       policy: str | None = None, slots: int = 8) -> list[list[GenerationOutput]]:
+        """Answer several prompts, `params.n` answers each; up to `slots` requests share every target pass.
+
+        `params` may differ by prompt. Each answer has the distribution, and with a seed or under greedy the text
+        (up to rounding), that it has alone; answer i to a prompt with a seed draws its own noise. The first error
+        of a request is raised once all others are done.
+        """
+        if slots < 1:
+            raise DraftsmithError(f"slots must be 1 or more, not {slots}")
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise DraftsmithError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
+        ids = [self.prompt_ids(prompt) for prompt in prompts]
+        requests = [[self.request(prompt, p, policy, choice, group=prompt) for choice in range(p.n)]
+                    for prompt, p in zip(ids, each, strict=True)]
+        longest = max((len(prompt) + p.max_tokens for prompt, p in zip(ids, each, strict=True)), default=1)
+        batch = Batch(self.runner, self.tokenizer, max(1, min(slots, sum(map(len, requests)))), longest)
+        for request in (request for group in requests for request in group):
+            batch.submit(request)
+        while batch.busy:
+            batch.step()
+        if failed := next((r.error for group in requests for r in group if r.error), None):
+            raise failed
+        return [[r.answer.output for r in group if r.answer] for group in requests]
+
+    def request(self, prompt: list[int], params: SamplingParams, policy: str | None = None, choice: int = 0,
+                group: object = None) -> Request:
+        """A request for a `Batch`: answer number `choice` to a prompt."""
+
+        def start(cache: Any, slot: int) -> Generation:
+            return Generation(prompt, params, make_policy(policy, self.context), self.runner, self.draft,
+                              self._noise(params, choice), self.eos_ids, self.costs, cache=cache, slot=slot)
+
+        return Request(start, group)
+
+    def _noise(self, params: SamplingParams, choice: int = 0) -> Noise:
+        return Noise() if params.seed is None else GumbelNoise(params.seed, self.runner.vocab_size, choice)

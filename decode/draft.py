@@ -116,7 +116,6 @@ class DraftRunner:
 
     @property
     def ahead(self) -> bool:
-        """Whether a plan is best drafted whole on the device, without waiting for each token."""
         return self.engine.graphs
 
     def cache_bytes(self, capacity: int) -> int:

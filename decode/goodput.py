@@ -48,8 +48,8 @@ class Goodput(PolicyBase):
     max_width = 1 + len(SECONDS)
     learns = ("intercept", "slope", "shift", "seconds", "matched", "idle", "probe_interval", "idle_rounds")
 
-    def __init__(self, shape: DraftShape, costs: Costs, calibration: dict[str, Any]) -> None:
-        self.variants, self.costs = shape.variants(), costs
+    def __init__(self, shape: DraftShape | None, costs: Costs, calibration: dict[str, Any]) -> None:
+        self.variants, self.costs = shape.variants() if shape else [], costs
         prior = calibration.get("acceptance", {})
         self.base = {v.name: logit(prior.get(v.name, PRIOR_ACCEPTANCE)) for v in self.variants}
         self.intercept, self.slope = calibration.get("margin", [0.0, 0.5])

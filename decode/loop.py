@@ -13,14 +13,13 @@ from .attention import Tree
 from .candidates import Draft
 from .costs import MAX_DRAFT, Costs
 from .device import synchronise
-from .draft import DraftRunner
 from .lookup import Lookup
 from .meter import PerplexityMeter, log_probs_at
 from .policies import Plan, Policy, Round, View
 from .processors import Processors
 from .profile import Laps
 from .proposer import METER_ROWS, ElasticProposer
-from .runner import Runner
+from .runner import DraftModel, Runner
 from .sampling import Noise, SamplingParams, process
 from .stats import Stats, Token
 from .verify import Verdict, along, block, match, token_level
@@ -36,7 +35,7 @@ class Generation:
     """
 
     def __init__(self, prompt: list[int], params: SamplingParams, policy: Policy, target: Runner,
-                 draft: DraftRunner | None, noise: Noise, eos_ids: frozenset[int], costs: Costs | None = None,
+                 draft: DraftModel | None, noise: Noise, eos_ids: frozenset[int], costs: Costs | None = None,
                  rule: str = "block", cache: Any = None, slot: int = 0) -> None:
         """`rule`: "block" or "token", how sampled chains are verified; both leave the target's distribution.
         `cache`: one of several requests, of which this one has `slot`."""
@@ -77,11 +76,15 @@ class Generation:
         return len(self.tokens) - self.prompt_length
 
     @torch.no_grad()
-    def prefill(self) -> list[Token]:
+    def prefill(self, share: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> list[Token]:
+        """Read the prompt; the first token. `share` is given the target's rows, for `begin` of another request with
+        the same prompt."""
         keep = min(len(self.tokens), METER_ROWS + 1) if self._metered else 1
         self.laps.start()
         slots = range(self.slot, self.slot + 1) if self.shared else None
         hidden, logits = self.target.forward(self._ids(self.tokens), self.cache, keep, slots)
+        if share is not None:
+            share(hidden[0], logits[0])
         return self.begin(hidden[0], logits[0])
 
     @torch.no_grad()
@@ -158,7 +161,7 @@ class Generation:
         # The last token of the budget comes from the target anyway: drafting for it would be waste.
         nodes = max(0, min(MAX_DRAFT, room, self.cache.capacity - len(self.tokens)))
         depth = max(0, min(nodes, self.max_tokens - self.emitted - 1))
-        chain = depth
+        chain = 0
         if self.proposer is not None:
             chain = max(0, min(depth, self.proposer.room - len(self.tokens) - 1))
         plan = self.policy.plan(View(

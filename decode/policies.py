@@ -253,6 +253,8 @@ def make_policy(name: str | None, context: PolicyContext) -> Policy:
         return Ar()
     if found := re.fullmatch(r"lookup\(\s*(\d+)\s*\)", name):
         return LookupOnly(int(found[1]))
+    if name == "goodput" and context.costs is not None:  # without a draft it weighs the lookup alone
+        return Goodput(context.shape, context.costs, context.goodput)
     if context.shape is None or context.variant is None:
         raise DraftsmithError(f"policy '{name}' needs a draft, and none was loaded; ar and lookup(k) do not")
     if found := re.fullmatch(r"mtv\(\s*(\d+(?:\s*,\s*\d+)*)\s*\)", name):
@@ -267,7 +269,4 @@ def make_policy(name: str | None, context: PolicyContext) -> Policy:
         return Fixed(int(found[1]), variant)
     if name == "paper":
         return Paper(context.shape, context.gate, context.variant, PaperSettings.from_json(context.paper))
-    if name == "goodput":
-        assert context.costs is not None
-        return Goodput(context.shape, context.costs, context.goodput)
     raise DraftsmithError(f"unknown policy '{name}'{nearest(name, KNOWN)}")

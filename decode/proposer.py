@@ -8,11 +8,11 @@ import torch
 from draftsmith.distill.variants import Variant
 
 from .candidates import Draft, branch
-from .draft import DraftRunner
 from .meter import PerplexityMeter, log_probs_at
 from .policies import Plan, Policy
 from .processors import Processors
 from .profile import Laps
+from .runner import DraftModel
 from .sampling import GumbelNoise, Noise, SamplingParams, process
 
 METER_ROWS = 32  # positions of a long catch-up (a prompt) that enter the perplexity
@@ -29,7 +29,7 @@ class _Ahead:
 class ElasticProposer:
     """Runs an elastic draft for one request; its cache follows the committed text."""
 
-    def __init__(self, runner: DraftRunner, prompt: list[int], capacity: int, params: SamplingParams, noise: Noise,
+    def __init__(self, runner: DraftModel, prompt: list[int], capacity: int, params: SamplingParams, noise: Noise,
                  processors: Processors, laps: Laps | None = None) -> None:
         self.runner, self.params, self.noise, self.laps = runner, params, noise, laps or Laps()
         self.processors = processors

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from draftsmith.data import DraftsmithError
+from draftsmith.distill.variants import DraftShape, Variant
 from torch.nn import functional as F
 
 from .attention import Tree
@@ -59,6 +60,38 @@ class Runner(Protocol):
         ...
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
+
+
+class DraftModel(Protocol):
+    """What proposes for one request: the loop asks it for logits over the tokens it can propose."""
+
+    context: int
+    precision: str
+    parameters: int
+
+    @property
+    def shape(self) -> DraftShape: ...
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a plan is best drafted whole on the device, without waiting for each token."""
+        ...
+
+    def head_ids_for(self, prompt: list[int]) -> torch.Tensor:
+        """Token ids [D] that it can propose to a request."""
+        ...
+
+    def new_cache(self, capacity: int, prompt: list[int] | None = None) -> Any: ...
+
+    def cache_bytes(self, capacity: int) -> int: ...
+
+    def forward(self, ids_1N: torch.Tensor, cache: Any, variant: Variant, keep: int | None = None) -> torch.Tensor:
+        """Append N tokens; logits [keep, D] for the last `keep` of them."""
+        ...
+
+    def catch_up(self, cache: Any, variant: Variant, keep: int) -> torch.Tensor:
+        """Run what a shallower variant left out."""
+        ...
 
 
 def precise(logits: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ class SamplingParams:
     target (up to rounding, as greedy text does). `min_p` keeps tokens at least that likely relative to the
     likeliest. `logprobs`: None, or how many alternatives to report with each token's log-probability, which is
     that of the target's own logits, before any processing. `logits_processors` are called at every position
-    of a block with the tokens generated up to it and the logits; a grammar is one.
+    of a block with the tokens generated up to it and the logits; a grammar is one. `n` answers a prompt, through
+    `Decoder.generate_batch`.
     """
 
     max_tokens: int = 256
@@ -42,6 +43,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    n: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -57,6 +59,7 @@ class SamplingParams:
             (0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], not {self.top_p}"),
             (self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}"),
             (self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}"),
+            (self.n >= 1, f"n must be 1 or more, not {self.n}"),
             (all(self.stop), "stop strings must not be empty"),
             (0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], not {self.min_p}"),
             (0.0 < self.repetition_penalty < float("inf"),

@@ -1,0 +1,183 @@
+"""Requests that share the target's passes: slots of one cache, refilled as answers end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from .answer import Answer, Chunk
+from .attention import Tree
+from .candidates import Draft
+from .costs import MAX_DRAFT
+from .loop import Generation
+from .runner import Runner
+from .stats import Token
+
+# (cache, slot) -> the loop of a request whose keys and values lie there
+Start = Callable[[Any, int], Generation]
+
+
+@dataclass
+class Request:
+    """One answer that was asked for. `group`: of requests with the same prompt, which is read once for all that
+    start together. `error`: why it ended early; other requests go on."""
+
+    start: Start
+    group: object = None
+    answer: Answer | None = None
+    error: Exception | None = None
+    cancelled: bool = False
+    arrived: float = field(default_factory=time.perf_counter)
+
+    @property
+    def done(self) -> bool:
+        return self.cancelled or self.error is not None or (self.answer is not None and self.answer.done)
+
+
+News = tuple[Request, Chunk | None]
+
+
+@dataclass
+class _Read:
+    """A prompt that lies in a slot, and the target's rows of its end."""
+
+    group: object
+    hidden_RH: torch.Tensor
+    logits_RV: torch.Tensor
+
+
+class Batch:
+    """Runs requests in up to `slots` slots of `capacity` positions each.
+
+    A target that runs one request at a time (`Runner.max_batch`) gives each slot a cache of its own and a pass of
+    its own. An exception of one request, a caller's logits processor's for instance, ends that request alone.
+    """
+
+    def __init__(self, runner: Runner, tokenizer: Any, slots: int, capacity: int) -> None:
+        self.runner, self.tokenizer = runner, tokenizer
+        self.shared = runner.max_batch is None and slots > 1
+        self.cache = runner.new_cache(slots, capacity + MAX_DRAFT) if self.shared else None
+        self.slots: list[Request | None] = [None] * slots
+        self.waiting: deque[Request] = deque()
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Its slot is free from now on."""
+        request.cancelled = True
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self._release()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting) or any(self.slots)
+
+    @torch.no_grad()
+    def step(self) -> list[News]:
+        """Start what there is room for, then one round of all; what came of it, None for a request that failed or was
+        asked for no token."""
+        news: list[News] = []
+        self._fill(news)
+        active = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
+        if self.shared:
+            self._round(active, news)
+        else:
+            for _, request in active:
+                assert request.answer is not None
+                self._try(request, news, request.answer.generation.round)
+        self._release()
+        return news
+
+    def _release(self) -> None:
+        self.slots = [None if request is None or request.done else request for request in self.slots]
+
+    def _try(self, request: Request, news: list[News], work: Callable[[], list[Token]]) -> None:
+        """Take what a request's work gives."""
+        assert request.answer is not None
+        try:
+            news.append((request, request.answer.take(work())))
+        except Exception as error:  # whatever it is, it is this request's
+            request.error = error
+            news.append((request, None))
+
+    def _fill(self, news: list[News]) -> None:
+        """Read prompts into the free slots."""
+        read: dict[int, _Read] = {}
+        for slot in range(len(self.slots)):
+            while self.slots[slot] is None and self.waiting:
+                request = self.waiting.popleft()
+                try:
+                    generation = request.start(self.cache, slot)
+                except Exception as error:
+                    request.error = error
+                    news.append((request, None))
+                    continue
+                request.answer = Answer(generation, self.tokenizer, request.arrived)
+                if request.answer.done:
+                    news.append((request, None))
+                    continue
+                self._try(request, news, partial(self._prefill, generation, request, slot, read))
+                if not request.done:
+                    self.slots[slot] = request
+
+    def _prefill(self, generation: Generation, request: Request, slot: int, read: dict[int, _Read]) -> list[Token]:
+        if self.cache is None:
+            return generation.prefill()
+        self.cache.crop(0, slot)
+        same = next((s for s, other in read.items() if other.group is request.group), None)
+        if same is None or request.group is None:
+            return generation.prefill(lambda hidden, logits: read.update({slot: _Read(request.group, hidden, logits)}))
+        self.cache.copy_prefix(same, slot, generation.prompt_length)
+        read[slot] = read[same]
+        generation.laps.start()
+        return generation.begin(read[same].hidden_RH, read[same].logits_RV)
+
+    def _round(self, active: list[tuple[int, Request]], news: list[News]) -> None:
+        """One pass for the drafts of all."""
+        assert self.cache is not None
+        cache, drafts = self.cache, {}
+        room = min((cache.capacity - len(r.answer.generation.tokens) for _, r in active if r.answer), default=0)
+        for slot, request in active:
+            assert request.answer is not None
+            try:
+                drafts[slot] = request.answer.generation.propose(len(active), room)
+            except Exception as error:
+                request.error = error
+                news.append((request, None))
+        active = [(slot, request) for slot, request in active if slot in drafts]
+        if not active:
+            return
+        hidden, logits = self._pass(active, drafts)
+        for slot, request in active:
+            rows = len(drafts[slot].nodes) + 1
+            assert request.answer is not None
+            self._try(request, news, partial(request.answer.generation.finish, drafts[slot], hidden[slot, :rows],
+                                             logits[slot, :rows], len(active)))
+
+    def _pass(self, active: list[tuple[int, Request]], drafts: dict[int, Draft]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's rows [slots, N, ...]; rows past a request's own are of padding, which nothing sees."""
+        assert self.cache is not None
+        n = 1 + max(len(draft.nodes) for draft in drafts.values())
+        ids, parents = [[0] * n for _ in self.slots], [list(range(-1, n - 1)) for _ in self.slots]
+        for slot in set(range(len(self.slots))) - drafts.keys():
+            self.cache.crop(0, slot)  # an idle slot runs along at its start
+        for slot, request in active:
+            assert request.answer is not None
+            generation, draft = request.answer.generation, drafts[slot]
+            rows = generation.pass_ids(draft)
+            ids[slot][: len(rows)] = rows
+            parents[slot][: len(rows)] = generation.pass_parents(draft)
+            generation.laps.start()
+        device, tree = self.runner.device, None
+        if not all(draft.is_chain for draft in drafts.values()):
+            trees = [Tree.of(p, device) for p in parents]
+            tree = Tree(torch.cat([t.depth_BN for t in trees]), torch.cat([t.sees_BNN for t in trees]))
+        return self.runner.forward(torch.tensor(ids, device=device), self.cache, tree=tree)

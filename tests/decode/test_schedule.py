@@ -1,0 +1,198 @@
+"""Requests that share passes: each answer is the one its request has alone, and none can harm another."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_target_model, make_tokenizer
+from draftsmith.data import DraftsmithError
+from draftsmith.decode import Decoder, SamplingParams
+from draftsmith.decode.loop import Generation
+from draftsmith.decode.schedule import Batch
+from test_loop import assemble, save_target
+
+PROMPTS = ["Hello world", "SELECT a FROM b", "x", "A longer prompt, of which a batch has to hold every token."]
+POLICIES = ["ar", "fixed(3)", "mtv(3,2,1)", "lookup(3)", "hybrid(4)", "paper", "goodput"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def decoder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return assemble(folder, tmp_path_factory.mktemp("bundle") / "bundle")
+
+
+def options(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 20, "ignore_eos": True, **changes})
+
+
+MIXED = [options(), options(temperature=1.0, seed=4, max_tokens=33), options(max_tokens=1),
+         options(temperature=0.8, seed=9, top_p=0.9, frequency_penalty=0.5, stop=("e",), min_tokens=5)]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 8])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_batch_answers_as_each_request_alone(decoder: Decoder, policy: str, slots: int) -> None:
+    together = decoder.generate_batch(PROMPTS, MIXED, policy, slots)
+    for prompt, params, (answer,) in zip(PROMPTS, MIXED, together, strict=True):
+        alone = decoder.generate(prompt, params, policy)
+        assert (answer.token_ids, answer.text, answer.finish_reason) == (
+            alone.token_ids, alone.text, alone.finish_reason)
+        answer.stats.check()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_n_answers_with_a_seed_differ_and_repeat(decoder: Decoder, slots: int) -> None:
+    params = options(temperature=1.0, seed=3, n=4)
+    answers = [[a.token_ids for a in group] for group in decoder.generate_batch(PROMPTS[:2], params, "mtv(2,2)", slots)]
+    assert [len(group) for group in answers] == [4, 4]
+    assert all(len({tuple(ids) for ids in group}) == 4 for group in answers)
+    assert answers == [[a.token_ids for a in g] for g in decoder.generate_batch(PROMPTS[:2], params, "ar", 3)]
+    first = decoder.generate(PROMPTS[0], dataclasses.replace(params, n=1))
+    assert answers[0][0] == first.token_ids
+    with pytest.raises(DraftsmithError, match="generate_batch gives several"):
+        decoder.generate(PROMPTS[0], params)
+
+
+def test_a_prompt_asked_for_several_answers_is_read_once(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    forward = decoder.runner.forward
+    monkeypatch.setattr(decoder.runner, "forward",
+                        lambda ids, *a, **k: (reads.append(ids.shape[1]), forward(ids, *a, **k))[1])
+    decoder.generate_batch(PROMPTS[:2], options(temperature=1.0, n=3, max_tokens=2), "ar", 6)
+    assert reads == [len(decoder.prompt_ids(PROMPTS[0])), len(decoder.prompt_ids(PROMPTS[1])), 1]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_request_near_the_targets_context_fits_beside_one_that_drafts(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(decoder.runner, "context", 40)
+    prompts = [list(range(3, 3 + 40 - rows)), [5, 6, 7]]
+    found = decoder.generate_batch(prompts, options(max_tokens=30), "fixed(16)", 2)
+    assert [len(group[0].token_ids) for group in found] == [rows, 30]
+    assert found[1][0].token_ids == decoder.generate([5, 6, 7], options(max_tokens=30), "ar").token_ids
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_an_error_of_one_request_leaves_the_others(decoder: Decoder, slots: int) -> None:
+    def fails_at_five(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(answer) == 5:
+            raise RuntimeError("user code")
+        return logits
+
+    batch = Batch(decoder.runner, decoder.tokenizer, slots, 80)
+    params = [options(), options(logits_processors=[fails_at_five]), options(temperature=1.0, seed=2)]
+    requests = [decoder.request(decoder.prompt_ids("abc"), p, "fixed(2)") for p in params]
+    for request in requests:
+        batch.submit(request)
+    while batch.busy:
+        batch.step()
+    assert [type(r.error) for r in requests] == [type(None), RuntimeError, type(None)]
+    for i in (0, 2):
+        assert requests[i].answer.output.token_ids == decoder.generate("abc", params[i], "ar").token_ids
+    with pytest.raises(RuntimeError, match="user code"):
+        decoder.generate_batch(["abc"], params[1], "fixed(2)", slots)
+
+
+def test_a_cancelled_request_frees_its_slot_at_once(decoder: Decoder) -> None:
+    batch = Batch(decoder.runner, decoder.tokenizer, 2, 80)
+    requests = [decoder.request(decoder.prompt_ids(p), options(max_tokens=40), "fixed(2)") for p in PROMPTS[:3]]
+    for request in requests:
+        batch.submit(request)
+    batch.step()
+    batch.cancel(requests[0])
+    seen = {id(request) for request, _ in batch.step()}
+    assert seen == {id(requests[1]), id(requests[2])}
+    batch.cancel(requests[2])
+    while batch.busy:
+        batch.step()
+    assert requests[1].answer.output.token_ids == decoder.generate(PROMPTS[1], options(max_tokens=40)).token_ids
+    assert len(requests[0].answer.output.token_ids) < 10
+
+
+def test_mistaken_calls_are_named(decoder: Decoder) -> None:
+    with pytest.raises(DraftsmithError, match="slots must be 1 or more, not 0"):
+        decoder.generate_batch(["a"], slots=0)
+    with pytest.raises(DraftsmithError, match="2 prompts but 1 sampling"):
+        decoder.generate_batch(["a", "b"], [options()])
+    with pytest.raises(DraftsmithError, match="the prompt is empty"):
+        decoder.generate_batch(["a", []])
+    with pytest.raises(DraftsmithError, match="n must be 1 or more, not 0"):
+        SamplingParams(n=0)
+    assert decoder.generate_batch([]) == []
+
+
+@pytest.mark.parametrize(("policy", "requests"), [("ar", 1000), ("goodput", 200)])
+def test_many_requests_leave_memory_flat(decoder: Decoder, policy: str, requests: int) -> None:
+    """Objects of the loop must not outlive their request."""
+    decoder.generate_batch(PROMPTS, options(), policy)
+    gc.collect()
+    before = len(gc.get_objects())
+    decoder.generate_batch([PROMPTS[0]] * requests, options(max_tokens=2), policy)
+    gc.collect()
+    assert len(gc.get_objects()) < before + 200
+    assert not [x for x in gc.get_objects() if isinstance(x, Generation)]
+
+
+# Decoders without a bundle
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stock model of the same tokenizer, with a vocabulary padded further."""
+    out = tmp_path_factory.mktemp("small")
+    make_target_model(seed=8, num_hidden_layers=1, vocab_size=272).save_pretrained(out)
+    make_tokenizer().save_pretrained(out)
+    return out
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+def test_a_stock_model_drafts(folder: Path, small: Path, tmp_path: Path, family: str, sampling: dict[str, Any]) -> None:
+    draft = small
+    if family != "llama":
+        draft = tmp_path / "draft"
+        make_target_model(seed=8, family=family).save_pretrained(draft)
+        make_tokenizer().save_pretrained(draft)
+    pair = Decoder.pair(str(folder), str(draft))
+    expected = Decoder.pair(str(folder)).generate("Hello", options(**sampling), "ar").token_ids
+    for policy in ("fixed(3)", "mtv(2,2)", "hybrid(3)", "goodput", "paper"):
+        output = pair.generate("Hello", options(**sampling), policy)
+        assert output.token_ids == expected
+        if policy == "fixed(3)":
+            assert output.stats.drafted > 0
+
+
+def test_a_target_drafts_for_itself_as_a_stock_model(folder: Path) -> None:
+    pair = Decoder.pair(str(folder), str(folder))
+    assert pair.generate("Hello", options(max_tokens=31), "fixed(4)").stats.acceptance_rate == 1.0
+
+
+def test_a_target_alone_has_the_lookup(folder: Path) -> None:
+    alone = Decoder.pair(str(folder))
+    prompt = "abcdefgh abcdefgh abcdefgh"
+    texts = [alone.generate(prompt, options(), policy).token_ids for policy in (None, "ar", "lookup(4)", "goodput")]
+    assert all(text == texts[0] for text in texts)
+    with pytest.raises(DraftsmithError, match="needs a draft"):
+        alone.generate(prompt, options(), "fixed(4)")
+
+
+def test_a_draft_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    make_target_model(seed=8, num_hidden_layers=1).save_pretrained(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    swapped = file.read_text().replace('"!": ', '"@@": ').replace('"#": ', '"!": ').replace('"@@": ', '"#": ')
+    assert swapped != file.read_text()
+    file.write_text(swapped)
+    with pytest.raises(DraftsmithError, match="another tokenizer than the target"):
+        Decoder.pair(str(folder), str(tmp_path))
