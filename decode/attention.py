@@ -46,6 +46,7 @@ class Place:
     request_B1: torch.Tensor | None = None  # and the request that it goes to
     start_B: torch.Tensor | None = None  # int32, for kernels that take lengths
     slots: range | None = None  # of a larger cache, that the requests lie in
+    window: int | None = None  # positions that a token sees, itself included; None: all before it
     # Made by `bind`: keys and values by layer, and where new ones go.
     keys: Sequence[torch.Tensor] = ()
     values: Sequence[torch.Tensor] = ()
@@ -81,18 +82,21 @@ class Place:
 
 
 def chain_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start: int, n: int, slots: range | None = None,
-                start_B: torch.Tensor | None = None) -> Place:
+                start_B: torch.Tensor | None = None, window: int | None = None) -> Place:
     """N tokens after the same number of positions in every request. With `start_B` the kernel takes lengths
     and no mask is made."""
     end = start + n
     mask = None
-    if n > 1 and start_B is None:
-        mask = torch.ones(n, end, dtype=torch.bool, device=cos_SD.device).tril(start)[None, None]
-    return Place(cos_SD[start:end, None], sin_SD[start:end, None], mask, end, start, start_B=start_B, slots=slots)
+    if start_B is None and (n > 1 or (window is not None and end > window)):
+        mask = torch.ones(n, end, dtype=torch.bool, device=cos_SD.device).tril(start)
+        mask = (mask if window is None else mask.triu(start - window + 1))[None, None]
+    return Place(cos_SD[start:end, None], sin_SD[start:end, None], mask, end, start, start_B=start_B, slots=slots,
+                 window=window)
 
 
 def ragged_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start_B: torch.Tensor, n: int, end: int,
-                 tree: Tree | None = None, slots: range | None = None, masked: bool = True) -> Place:
+                 tree: Tree | None = None, slots: range | None = None, masked: bool = True,
+                 window: int | None = None) -> Place:
     """N tokens after start_B positions of each request, as a chain or a tree; no value of `start_B` is read
     on the host, so the same code can be captured in a graph. `end` >= max(start_B) + n."""
     device = cos_SD.device
@@ -102,15 +106,21 @@ def ragged_place(cos_SD: torch.Tensor, sin_SD: torch.Tensor, start_B: torch.Tens
     mask: torch.Tensor | None = None
     if tree is None:
         position_BN = slot_BN
-        mask = (columns <= slot_BN[..., None])[:, None] if masked else None
+        if masked:
+            seen = columns <= slot_BN[..., None]
+            mask = (seen if window is None else seen & (columns > slot_BN[..., None] - window))[:, None]
     else:
         position_BN = start_B1 + tree.depth_BN
-        committed = columns < start_B1[..., None]
+        committed, sees_BNN = columns < start_B1[..., None], tree.sees_BNN
+        if window is not None:
+            committed = committed & (columns > position_BN[..., None] - window)
+            sees_BNN = sees_BNN & (tree.depth_BN[:, :, None] - tree.depth_BN[:, None] < window)
         new = torch.zeros(len(start_B), n, end, dtype=torch.bool, device=device)
-        new.scatter_(2, slot_BN[:, None].expand(-1, n, -1), tree.sees_BNN.expand(len(start_B), -1, -1))
+        new.scatter_(2, slot_BN[:, None].expand(-1, n, -1), sees_BNN.expand(len(start_B), -1, -1))
         mask = (committed | new)[:, None]
     return Place(cos_SD[position_BN][:, :, None], sin_SD[position_BN][:, :, None], mask, end, slot_BN=slot_BN,
-                 request_B1=torch.arange(len(start_B), device=device)[:, None], start_B=start_B.int(), slots=slots)
+                 request_B1=torch.arange(len(start_B), device=device)[:, None], start_B=start_B.int(), slots=slots,
+                 window=window)
 
 
 # (heads [B, N, Q + 2K, D] with queries, keys and values, number of key-value heads, layer, place) -> [B * N, Q * D]
@@ -142,7 +152,8 @@ def attend_flash(heads_BNHD: torch.Tensor, kv_heads: int, layer: int, place: Pla
     K, Q = kv_heads, H - 2 * kv_heads
     out: torch.Tensor = flash_attn_with_kvcache(
         heads_BNHD[:, :, :Q], place.keys[layer].transpose(1, 2), place.values[layer].transpose(1, 2),
-        heads_BNHD[:, :, Q : Q + K], heads_BNHD[:, :, Q + K :], cache_seqlens=place.start_B, causal=True)
+        heads_BNHD[:, :, Q : Q + K], heads_BNHD[:, :, Q + K :], cache_seqlens=place.start_B, causal=True,
+        window_size=(-1, -1) if place.window is None else (place.window - 1, 0))
     return out.reshape(B * N, -1)
 
 

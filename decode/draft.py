@@ -15,7 +15,7 @@ from .device import Engine, draft_engine, synchronise
 from .graphs import Pool, Storage, bucket_context, storage_size
 from .linear import can_quantise, make_linear
 from .runner import precise
-from .stack import PREFILL_CHUNK, KVCache, Stack, cache_bytes, context_limit, empty_kv, head_shape
+from .stack import PREFILL_CHUNK, KVCache, Stack, cache_bytes, empty_kv, head_shape
 
 PRECISIONS = ("auto", "plain", "int8")
 # Below this many weights a draft stays in the processor's caches, where small weights have nothing to gain.
@@ -71,7 +71,7 @@ class DraftRunner:
         tensors = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in tensors.items()}
         self.head_ids = tensors["head_ids"]
         self.head_set = set(self.head_ids.tolist())
-        self.context = context_limit(config)
+        self.context = int(config.max_position_embeddings)
         self.widths = tuple(shape.width(v) for v in shape.variants())
         if precision not in PRECISIONS:
             raise DraftsmithError(f"draft precision '{precision}' is not one of {', '.join(PRECISIONS)}")

@@ -10,7 +10,7 @@ from draftsmith.data import DraftsmithError
 from draftsmith.distill.variants import DraftShape
 
 from .device import Engine
-from .stack import cache_bytes, context_limit, is_lean
+from .stack import cache_bytes, is_lean
 from .target import Target
 
 MIB = 1 << 20
@@ -87,4 +87,4 @@ def check_memory(target: Target, memory: Memory) -> None:
 
 def usual_context(target: Target) -> int:
     """A context to quote cache sizes at."""
-    return min(2048, context_limit(target.config) if is_lean(target.config) else 2048)
+    return min(2048, int(target.config.max_position_embeddings) if is_lean(target.config) else 2048)

@@ -19,7 +19,7 @@ from .attention import Tree
 from .graphs import Pool, bucket_context, bucket_rows, storage_size
 from .linear import make_linear, swap_linears
 from .memory import pass_bytes
-from .stack import PREFILL_CHUNK, KVCache, Stack, cache_bytes, context_limit, empty_kv, is_lean
+from .stack import PREFILL_CHUNK, KVCache, Stack, cache_bytes, empty_kv, is_lean
 from .target import Target
 
 
@@ -119,7 +119,7 @@ class LeanRunner:
         self.stack = Stack(self.config, weights.get, self.engine)
         self.embedding = target.embedding
         self.head = make_linear(target.head, None, self.engine.linear)
-        self.vocab_size, self.context = len(target.head), context_limit(self.config)
+        self.vocab_size, self.context = len(target.head), int(self.config.max_position_embeddings)
         self.device, self.precision = self.engine.device, self.engine.precision
         self.weight_bytes, self.pool = pass_bytes(target), Pool()
 

@@ -1,6 +1,6 @@
 """A lean decoder stack for the Llama family over static caches: the forward pass of target and draft.
 
-Covers Llama, SmolLM, Mistral (within its window), Qwen2 and Qwen3. Shape letters: B requests, N new
+Covers Llama, SmolLM, Mistral (its sliding window included), Qwen2 and Qwen3. Shape letters: B requests, N new
 tokens, H hidden, Q query heads, K key-value heads, D head size, S cached positions, I neurons.
 """
 
@@ -33,13 +33,10 @@ def is_lean(config: Any) -> bool:
     )
 
 
-def context_limit(config: Any) -> int:
-    """Positions that the model can hold exactly: its trained context, and never past a sliding window."""
-    limit = int(config.max_position_embeddings)
+def sliding_window(config: Any) -> int | None:
+    """Positions that a token sees, in a model whose layers all have the same window; None: all before it."""
     window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
-        limit = min(limit, int(window))
-    return limit
+    return int(window) if window and getattr(config, "use_sliding_window", True) else None
 
 
 def head_shape(config: Any) -> tuple[int, int, int]:
@@ -142,12 +139,13 @@ class Stack:
         self.layers = [Layer(weights, i, engine.linear, widths) for i in range(config.num_hidden_layers)]
         self.dtype, self.device = engine.dtype, engine.device
         self.q_heads, self.kv_heads, self.head_dim = head_shape(config)
-        self.eps = config.rms_norm_eps
+        self.eps, self.window = config.rms_norm_eps, sliding_window(config)
         # Whether reading a number from a tensor costs nothing and keeps its precision.
         self.scalars = engine.device.type == "cpu" and engine.dtype in (torch.float32, torch.float64)
         self.act = F.silu if config.hidden_act == "silu" else ACT2FN[config.hidden_act]
         # Graphs keep the address of these tables, which must then not grow.
-        self._rope(storage_size(context_limit(config)) if engine.graphs else min(2048, context_limit(config)))
+        positions = int(config.max_position_embeddings)
+        self._rope(storage_size(positions) if engine.graphs else min(2048, positions))
 
     def _rope(self, length: int) -> None:
         """Cosine and signed sine tables [length, D] for positions below `length`."""
@@ -175,20 +173,20 @@ class Stack:
         if end > cache.capacity:
             raise ValueError(f"{end} positions in a cache of {cache.capacity}")
         if end > len(self.cos):
-            self._rope(max(end, min(2 * len(self.cos), context_limit(self.config))))
+            self._rope(max(end, min(2 * len(self.cos), int(self.config.max_position_embeddings))))
         flash = self.engine.attention == "flash" and tree is None
         if tree is None and len(set(starts)) == 1:
             lengths = torch.tensor(starts, dtype=torch.int32, device=self.device) if flash else None
-            place = chain_place(self.cos, self.sin, starts[0], n, slots, lengths)
+            place = chain_place(self.cos, self.sin, starts[0], n, slots, lengths, self.window)
         else:
             start_B = torch.tensor(starts, device=self.device)
-            place = ragged_place(self.cos, self.sin, start_B, n, end, tree, slots, masked=not flash)
+            place = ragged_place(self.cos, self.sin, start_B, n, end, tree, slots, not flash, self.window)
         return place.bind(cache.kv, self.q_heads // self.kv_heads, n, whole=flash)
 
     def static_place(self, start_B: torch.Tensor, n: int, end: int, kv: torch.Tensor) -> Place:
         """The same for a graph: positions come from a tensor, and `end` cached positions are read."""
         flash = self.engine.attention == "flash"
-        place = ragged_place(self.cos, self.sin, start_B, n, end, masked=not flash)
+        place = ragged_place(self.cos, self.sin, start_B, n, end, masked=not flash, window=self.window)
         return place.bind(kv, self.q_heads // self.kv_heads, n, whole=flash)
 
     def forward(self, x_BNH: torch.Tensor, place: Place, first: int = 0, last: int | None = None,

@@ -190,14 +190,16 @@ def test_a_race_of_clocks_draws_from_the_distribution() -> None:
     assert counts[0] == 0
 
 
-def test_flash_attention_is_asked_for_what_plain_attention_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", [{}, {"family": "mistral", "sliding_window": 9}], ids=["full", "window"])
+def test_flash_attention_is_asked_for_what_plain_attention_computes(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is imitated; what is tested is how it is called: layouts, lengths, and that it writes the cache."""
     import sys
     import types
 
     def imitation(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                  cache_seqlens: torch.Tensor, causal: bool) -> torch.Tensor:
+                  cache_seqlens: torch.Tensor, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
         assert causal
+        assert window_size[1] == (-1 if window_size[0] < 0 else 0)
         assert cache_seqlens.dtype == torch.int32
         B, N, Q, D = q.shape
         out = torch.empty_like(q)
@@ -206,6 +208,7 @@ def test_flash_attention_is_asked_for_what_plain_attention_computes(monkeypatch:
             keys = k_cache[b, : start + N].repeat_interleave(Q // k.shape[2], 1).transpose(0, 1)
             values = v_cache[b, : start + N].repeat_interleave(Q // k.shape[2], 1).transpose(0, 1)
             mask = torch.ones(N, start + N, dtype=torch.bool).tril(start)
+            mask = mask if window_size[0] < 0 else mask.triu(start - window_size[0])
             o = torch.nn.functional.scaled_dot_product_attention(q[b].transpose(0, 1), keys, values, attn_mask=mask)
             out[b] = o.transpose(0, 1)
         return out
@@ -213,7 +216,7 @@ def test_flash_attention_is_asked_for_what_plain_attention_computes(monkeypatch:
     module: Any = types.ModuleType("flash_attn")
     module.flash_attn_with_kvcache = imitation
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    model = make_target_model(seed=2).double()
+    model = make_target_model(seed=2, **family).double()
     target = Target("tiny", model, None)
     for engine in (replace(target.engine, attention="flash"), replace(target.engine, attention="flash", graphs=True)):
         target.engine = engine

@@ -13,6 +13,7 @@ from conftest import END, make_draft, make_target_model, make_tokenizer
 from draftsmith.data import DraftsmithError
 from draftsmith.decode import draft as draft_module
 from draftsmith.decode import runner as runner_module
+from draftsmith.decode.attention import Tree
 from draftsmith.decode.draft import DraftRunner
 from draftsmith.decode.runner import LeanRunner, ModuleRunner, load_runner
 from draftsmith.decode.target import Target, load_target
@@ -187,12 +188,34 @@ def test_lean_runner_copies_a_prompt_to_another_slot() -> None:
     close(runner.forward(ids[:, 8:], cache, slots=range(0, 1))[1], model(input_ids=ids).logits[:, 8:], 1e-10)
 
 
-def test_context_never_passes_a_sliding_window() -> None:
-    """Within its window a sliding layer is a full one; past it the lean runner would be wrong."""
-    runner = load_runner(Target("mistral", lean_model("Mistral, window", torch.float32), None))
-    assert runner.context == 300
-    with pytest.raises(ValueError, match="cache of 300"):
-        runner.forward(random_ids(301), runner.new_cache(1, 400))
+def test_a_text_many_times_as_long_as_the_sliding_window() -> None:
+    """Chunks, single rows, rollbacks, requests of different lengths and trees, all past a window of 7."""
+    torch.manual_seed(4)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**BASE, sliding_window=7)).double().eval()
+    exact_norms(model.requires_grad_(False))
+    runner: Any = load_runner(Target("mistral", model, None))
+    assert isinstance(runner, LeanRunner)
+    ids, other = random_ids(40), random_ids(40, seed=1)
+    stock = model(input_ids=ids).logits
+    unlimited = copy.deepcopy(model)
+    unlimited.config.sliding_window = None
+    assert float((unlimited(input_ids=ids).logits - stock)[:, 20:].abs().min()) > 1e-6, "the window matters"
+    cache = runner.new_cache(2, 44)
+    first, second = range(0, 1), range(1, 2)
+    close(runner.forward(ids[:, :20], cache, slots=first)[1], stock[:, :20], 1e-10)
+    runner.forward(other[:, :9], cache, slots=first)  # rejected
+    cache.crop(20)
+    close(runner.forward(ids[:, 20:21], cache, slots=first)[1], stock[:, 20:21], 1e-10)
+    runner.forward(ids[:, :30], cache, slots=second)
+    _, logits = runner.forward(torch.cat([ids[:, 21:24], ids[:, 30:33]]), cache)
+    close(logits, torch.cat([stock[:, 21:24], stock[:, 30:33]]), 1e-10)
+    # A tree of two chains of 9, longer than the window, and the second of them kept.
+    parents = [-1, *range(8), -1, *range(9, 17)]
+    nodes = torch.cat([other[:, 24:33], ids[:, 24:33]], 1)
+    _, logits = runner.forward(nodes, cache, slots=first, tree=Tree.of(parents))
+    close(logits[:, 9:], stock[:, 24:33], 1e-10)
+    cache.compact(24, list(range(33, 42)))
+    close(runner.forward(ids[:, 33:35], cache, slots=first)[1], stock[:, 33:35], 1e-10)
 
 
 def module_model(family: str) -> Any:
