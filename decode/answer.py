@@ -25,10 +25,11 @@ class GenerationOutput:
 @dataclass
 class Chunk:
     """A piece of a stream: the tokens of one round, each with the text that became final with it, and the
-    output so far."""
+    output so far. `done`: it is the last."""
 
     pieces: list[tuple[Token, str]]
     output: GenerationOutput
+    done: bool = True
 
     @property
     def text(self) -> str:
@@ -72,4 +73,4 @@ class Answer:
         if self.done:
             stats.policy = generation.policy.report()
             stats.check()
-        return Chunk(pieces, output)
+        return Chunk(pieces, output, self.done)

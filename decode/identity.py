@@ -8,7 +8,7 @@ over the same prefix (DESIGN, section 7, rule 6).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,14 +44,21 @@ def last_logits(runner: Runner, prefix: Sequence[int], rows: int) -> torch.Tenso
     return runner.forward(ids[:, -rows:], cache, 1)[1][0, -1].double()
 
 
-def compare(runner: Runner, prompt: Sequence[int], ours: Sequence[int], reference: Sequence[int]) -> Divergence | None:
-    """None when the texts are equal; otherwise where they part, measured on the runner."""
+def compare(runner: Runner, prompt: Sequence[int], ours: Sequence[int], reference: Sequence[int],
+            score: Callable[[torch.Tensor, int], torch.Tensor] | None = None) -> Divergence | None:
+    """None when the texts are equal; otherwise where they part, measured on the runner.
+
+    `score(logits, position)`: what the text takes the largest of, if it is not the logits: under Gumbel coupling,
+    log-probabilities with the position's noise.
+    """
     if list(ours) == list(reference):
         return None
     at = next((i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if a != b),
               min(len(ours), len(reference)))
     prefix = [*prompt, *reference[:at]]
     one, many = last_logits(runner, prefix, 1), last_logits(runner, prefix, ROWS)
+    if score is not None:
+        one, many = score(one, len(prefix)), score(many, len(prefix))
     rounding = float((one - many).abs().max())
     if at == min(len(ours), len(reference)):
         return Divergence(at, math.inf, rounding)

@@ -2,7 +2,11 @@
 # Prove one promise of the product: prints `PASS|FAIL NAME: figures`, writes runs/proofs/NAME.json, and exits
 # 0 or 1. Names: see tests/proofs.
 #
-#   bash scripts/prove.sh identity [BUNDLE [N]]   greedy text equals stock transformers', under the margin rule
+#   bash scripts/prove.sh exact               every outcome of the loop, enumerated: the target's distribution
+#   bash scripts/prove.sh mutants             planted faults, which that enumeration has to catch
+#   bash scripts/prove.sh gumbel [BUNDLE]     with a seed the text is the same for every draft, policy and proposer
+#   bash scripts/prove.sh sampling            20,000 texts: a test cannot tell speculative from plain, and tells a bias
+#   bash scripts/prove.sh identity [BUNDLE [N [PROMPTS [MAX_TOKENS]]]]   greedy text equals stock transformers'
 #   bash scripts/prove.sh resume              five SIGKILLs, the same weights and optimiser state
 #   bash scripts/prove.sh wheel               the built wheel decodes without the training extras
 #   bash scripts/prove.sh engine [BUNDLE]     the engine against the machine's floor and against transformers

@@ -15,7 +15,7 @@ from draftsmith.decode.sampling import GumbelNoise
 from draftsmith.decode.target import load_target
 from scipy import stats
 
-POLICIES = ["fixed(1)", "fixed(4)", "fixed(16)", "paper", "goodput"]
+POLICIES = ["fixed(1)", "fixed(4)", "fixed(16)", "mtv(2,2,2)", "mtv(1,8)", "lookup(4)", "hybrid(4)", "paper", "goodput"]
 DRAFTS = {"conftest draft": ([0, 1, 3, 4], 120), "other layers, whole head": ([4, 2, 1, 0], 258)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0, "seed": 11},

@@ -191,7 +191,8 @@ def test_a_race_of_clocks_draws_from_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("family", [{}, {"family": "mistral", "sliding_window": 9}], ids=["full", "window"])
-def test_flash_attention_is_asked_for_what_plain_attention_computes(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_is_asked_for_what_plain_attention_computes(family: Any,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is imitated; what is tested is how it is called: layouts, lengths, and that it writes the cache."""
     import sys
     import types

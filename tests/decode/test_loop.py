@@ -363,3 +363,22 @@ def test_bad_parameters_are_named() -> None:
     ):
         with pytest.raises(DraftsmithError, match=next(iter(change)).split("_")[0]):
             dataclasses.replace(SamplingParams(), **change)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_and_monotonous_text(printable: Path, plain: Decoder, policy: str) -> None:
+    """500 tokens, and a prompt that says one word 48 times: offsets that drift show late, or where all looks alike."""
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    expected = plain.generate("serving " * 48, params, "ar").token_ids
+    assert len(expected) > 100
+    assert plain.generate("serving " * 48, params, policy).token_ids == expected
+
+
+def test_a_branch_that_was_kept_has_its_provenance(plain: Decoder) -> None:
+    output = generate(plain, "mtv(8,8)", max_tokens=60)
+    assert output.stats.accepted > 0
+    assert {t.source for t in output.tokens} <= {"accepted", "correction", "bonus", "ar"}
+    assert sum(t.source == "accepted" for t in output.tokens) == output.stats.accepted - output.stats.trimmed
+    assert {t.variant for t in output.tokens if t.source == "accepted"} == {"4L"}
+    output = plain.generate("abab abab abab abab", SamplingParams(max_tokens=30, ignore_eos=True), "lookup(4)")
+    assert {t.variant for t in output.tokens if t.source == "accepted"} <= {"lookup"}

@@ -13,7 +13,7 @@ from draftsmith.data import DraftsmithError
 from draftsmith.decode import Decoder, GenerationOutput, SamplingParams
 from transformers import AutoModelForCausalLM
 
-POLICIES = ["ar", "fixed(4)", "fixed(3,2L)", "paper", "goodput"]
+POLICIES = ["ar", "fixed(4)", "fixed(3,2L)", "mtv(3,2,2)", "hybrid(3)", "paper", "goodput"]
 PROMPT = "one two one two one"
 LENGTH = 32
 

@@ -196,3 +196,20 @@ def test_a_draft_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -
     file.write_text(swapped)
     with pytest.raises(DraftsmithError, match="another tokenizer than the target"):
         Decoder.pair(str(folder), str(tmp_path))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_every_request_has_one_last_chunk(decoder: Decoder, slots: int) -> None:
+    batch = Batch(decoder.runner, decoder.tokenizer, slots, 80)
+    requests = [decoder.request(decoder.prompt_ids(p), options(max_tokens=n), "fixed(2)")
+                for p, n in zip(PROMPTS, (1, 2, 3, 9), strict=True)]
+    for request in requests:
+        batch.submit(request)
+    chunks: dict[int, list[Any]] = {id(r): [] for r in requests}
+    while batch.busy:
+        for request, chunk in batch.step():
+            chunks[id(request)].append(chunk)
+    for request in requests:
+        made = chunks[id(request)]
+        assert [c.done for c in made] == [False] * (len(made) - 1) + [True]
+        assert "".join(c.text for c in made) == request.answer.output.text
