@@ -69,7 +69,6 @@ class Generation:
         self.meter = PerplexityMeter()
         self.stats = Stats(prompt_tokens=len(prompt), parts=self.laps.seconds)
         self.last_hidden: torch.Tensor | None = None
-        self.on_round: Callable[[Generation, Round], None] | None = None
 
     @property
     def emitted(self) -> int:
@@ -152,8 +151,6 @@ class Generation:
 
         finished = self._round(draft, verdict, p_RV, target_seconds, batch)
         self.policy.observe(finished)
-        if self.on_round is not None:
-            self.on_round(self, finished)
         laps.lap("policy")
         return emitted
 
@@ -322,6 +319,10 @@ class Generation:
             second = [token == instead for token, _ in draft.others[n]]
         return Round(draft.variant, len(draft.tokens), n, verdict.rejected, emitted, draft.confidences, draft.margins,
                      labels, target_seconds, self.draft_seconds, draft.cut, second=second)
+
+    def close(self) -> None:
+        """Let go of the caches: nothing more will be asked of it."""
+        self.cache, self.proposer, self.last_hidden = None, None, None
 
     def features(self) -> torch.Tensor:
         """The gate's input: mean target embedding of the last 8 tokens, then the last hidden state."""

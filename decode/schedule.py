@@ -97,6 +97,9 @@ class Batch:
         return news
 
     def _release(self) -> None:
+        for request in self.slots:
+            if request is not None and request.done and request.answer is not None:
+                request.answer.generation.close()
         self.slots = [None if request is None or request.done else request for request in self.slots]
 
     def _try(self, request: Request, news: list[News], work: Callable[[], list[Token]]) -> None:
@@ -125,7 +128,9 @@ class Batch:
                     news.append((request, None))
                     continue
                 self._try(request, news, partial(self._prefill, generation, request, slot, read))
-                if not request.done:
+                if request.done:
+                    generation.close()
+                else:
                     self.slots[slot] = request
 
     def _prefill(self, generation: Generation, request: Request, slot: int, read: dict[int, _Read]) -> list[Token]:

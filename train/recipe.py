@@ -108,6 +108,7 @@ class TraceSection(Section):
     max_tokens: int = Field(64, ge=1)
     temperature: float = Field(0.0, ge=0)
     k: int = Field(4, ge=1, le=16)
+    batch: int = Field(8, ge=1, description="prompts that share the target's passes")
 
 
 class GateSection(Section):

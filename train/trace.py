@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,12 @@ from draftsmith.data.traces import HORIZON, Traces, read_meta, write_traces
 from draftsmith.decode.costs import Costs, cost_key, measure_costs
 from draftsmith.decode.draft import DraftRunner
 from draftsmith.decode.loop import FEATURE_TOKENS, Generation
-from draftsmith.decode.policies import Fixed, Round
+from draftsmith.decode.policies import Fixed, Plan, Round, View
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.sampling import GumbelNoise, SamplingParams, process
+from draftsmith.decode.schedule import Batch, Request
 from draftsmith.decode.target import Target
-from draftsmith.distill.variants import DraftShape
+from draftsmith.distill.variants import DraftShape, Variant
 from draftsmith.train.recipe import Recipe, parse_args
 from draftsmith.train.stage import (
     from_first,
@@ -40,28 +43,26 @@ from tqdm import tqdm
 
 
 class Logged(Fixed):
-    """Fixed-length speculation that also looks at margins, to calibrate `goodput`."""
+    """Fixed-length speculation of one request that keeps one row per gating decision, every 8 emitted tokens, and
+    (margin, label) pairs, to calibrate `goodput`."""
 
     wants_margin = True
 
-
-class Recorder:
-    """Collects one row per gating decision, and (margin, label) pairs, from a running generation."""
-
-    def __init__(self) -> None:
+    def __init__(self, k: int, variant: Variant, number: int) -> None:
+        """`number` of the variant."""
+        super().__init__(k, variant)
+        self.number, self.due = number, 0
         self.rows: list[dict[str, Any]] = []
         self.pairs: list[tuple[float, float]] = []
-        self.due = 0
 
-    def decide(self, generation: Generation, variant: int) -> None:
-        """Called before a round: a decision every 8 emitted tokens."""
-        if generation.emitted < self.due:
-            return
-        self.rows.append({"position": generation.emitted, "features": generation.features().numpy(), "variant": variant,
-                          "drafted": 0, "accepted": 0})
-        self.due = generation.emitted + FEATURE_TOKENS
+    def plan(self, view: View) -> Plan:
+        if view.emitted >= self.due:
+            self.rows.append({"position": view.emitted, "features": view.features().numpy(), "variant": self.number,
+                              "drafted": 0, "accepted": 0})
+            self.due = view.emitted + FEATURE_TOKENS
+        return super().plan(view)
 
-    def on_round(self, _generation: Generation, finished: Round) -> None:
+    def observe(self, finished: Round) -> None:
         self.rows[-1]["drafted"] += finished.drafted
         self.rows[-1]["accepted"] += finished.accepted
         self.pairs += zip(finished.margins, finished.labels, strict=False)
@@ -112,28 +113,49 @@ class PromptTrace:
     pairs: list[tuple[float, float]]
 
 
-def trace_prompt(recipe: Recipe, runner: Runner, draft: DraftRunner, eos_ids: frozenset[int], prompt: list[int],
-                 number: int) -> PromptTrace:
-    """Decode a prompt with one of the variants, in rotation, and log every decision."""
+def trace_prompts(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, prompts: dict[int, list[int]],
+                  progress: Callable[[], object]) -> list[PromptTrace]:
+    """Decode prompts, given by number, with one of the variants each, in rotation; log every decision.
+
+    They share the target's passes; a number's noise is its own, so that it does not matter which do.
+    """
     t, variants = recipe.trace, draft.shape.variants()
     params = SamplingParams(max_tokens=t.max_tokens, temperature=t.temperature, seed=recipe.seed)
-    recorder, variant = Recorder(), variants[number % len(variants)]
-    generation = Generation(prompt, params, Logged(t.k, variant), runner, draft,
-                            GumbelNoise(recipe.seed, runner.vocab_size, number), eos_ids)
-    generation.on_round = recorder.on_round
-    fresh = generation.prefill()
-    while generation.emitted < generation.max_tokens and not eos_ids & {x.id for x in fresh}:
-        recorder.decide(generation, number % len(variants))
-        fresh = generation.round()
-    ids = generation.tokens
-    ends = [i for i in range(generation.prompt_length, len(ids)) if ids[i] in eos_ids]
-    ids = ids[: ends[0] + 1] if ends else ids
-    if recorder.rows:
-        accepted = teacher_forced_acceptance(runner, draft, ids, generation.prompt_length, params)
+    batch = Batch(runner, target.tokenizer, min(t.batch, max(1, len(prompts))),
+                  max(map(len, prompts.values()), default=0) + t.max_tokens)
+    traced: list[PromptTrace] = []
+
+    def start(number: int, cache: Any, slot: int) -> Generation:
+        which = number % len(variants)
+        return Generation(prompts[number], params, Logged(t.k, variants[which], which), runner, draft,
+                          GumbelNoise(recipe.seed, runner.vocab_size, number), target.eos_ids, cache=cache, slot=slot)
+
+    requests = {number: Request(partial(start, number)) for number in prompts}
+    numbers = {id(request): number for number, request in requests.items()}
+    for request in requests.values():
+        batch.submit(request)
+    while batch.busy:
+        for request, chunk in batch.step():
+            if request.error is not None:
+                raise request.error
+            if chunk is not None and chunk.done and request.answer is not None:
+                policy = request.answer.generation.policy
+                assert isinstance(policy, Logged)
+                number = numbers[id(request)]
+                add_acceptance(policy.rows, runner, draft, prompts[number], chunk.output.token_ids, params)
+                traced.append(PromptTrace(number, policy.rows, policy.pairs))
+                progress()
+    return traced
+
+
+def add_acceptance(rows: list[dict[str, Any]], runner: Runner, draft: DraftRunner, prompt: list[int],
+                   answer: list[int], params: SamplingParams) -> None:
+    """Give the decisions of one answer the acceptance of every variant over the tokens that follow."""
+    if rows:
+        accepted = teacher_forced_acceptance(runner, draft, [*prompt, *answer], len(prompt), params)
         accepted = np.pad(accepted, ((0, 0), (0, HORIZON)), constant_values=np.nan)
-        for row in recorder.rows:
+        for row in rows:
             row["acceptance"] = accepted[:, row["position"] : row["position"] + HORIZON]
-    return PromptTrace(number, recorder.rows, recorder.pairs)
 
 
 def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, costs: Costs,
@@ -144,8 +166,8 @@ def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, 
     limit = min(runner.context, draft.context) - recipe.trace.max_tokens
     samples, prompts = encode_prompts(target.tokenizer, samples, limit)
     mine = range(rank(), len(prompts), world_size())
-    traced = [trace_prompt(recipe, runner, draft, target.eos_ids, prompts[number], number)
-              for number in tqdm(mine, desc="trace", unit="prompt", disable=rank() != 0)]
+    with tqdm(total=len(mine), desc="trace", unit="prompt", disable=rank() != 0) as bar:
+        traced = trace_prompts(recipe, target, runner, draft, {n: prompts[n] for n in mine}, bar.update)
     traced = sorted(gather(traced), key=lambda t: t.number)
     rows = [{"prompt": samples[t.number].id, **row} for t in traced for row in t.rows]
     if not rows:

@@ -198,6 +198,18 @@ def test_a_draft_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -
         Decoder.pair(str(folder), str(tmp_path))
 
 
+def test_a_finished_request_keeps_no_cache(decoder: Decoder) -> None:
+    """Thousands may wait to be collected."""
+    batch = Batch(decoder.runner, decoder.tokenizer, 2, 80)
+    requests = [decoder.request(decoder.prompt_ids(p), options(max_tokens=n), "fixed(2)")
+                for p, n in zip(PROMPTS[:3], (1, 9, 9), strict=True)]
+    for request in requests:
+        batch.submit(request)
+    while batch.busy:
+        batch.step()
+    assert [(r.answer.generation.cache, r.answer.generation.proposer) for r in requests] == [(None, None)] * 3
+
+
 @pytest.mark.parametrize("slots", [1, 2])
 def test_every_request_has_one_last_chunk(decoder: Decoder, slots: int) -> None:
     batch = Batch(decoder.runner, decoder.tokenizer, slots, 80)
