@@ -35,7 +35,7 @@ def uniform(seed: int, job: int, index: int, position: int) -> float:
     return float(np.random.Generator(bits).random())
 
 
-def generate_batch(
+def write_answers(
     runner: Runner, prompts: Sequence[list[int]], answers: int, temperatures: Sequence[float], max_tokens: int,
     eos_ids: frozenset[int], slots: int, seed: int, teacher_k: int = 0, teacher_temperature: float = 1.0,
     numbers: Sequence[int] | None = None,

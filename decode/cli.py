@@ -30,7 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="answer a prompt, streaming", parents=[shared])
     generate.add_argument("prompt", help="the prompt; '-' reads standard input")
-    generate.add_argument("--policy", help="ar, fixed(k), paper or goodput (default: the bundle's)")
+    generate.add_argument("--policy", help="ar, fixed(k), mtv(w1,w2,...), lookup(k), hybrid(k), paper or "
+                          "goodput (default: the bundle's)")
     generate.add_argument("--max-tokens", type=int, default=256)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-k", type=int, default=0)

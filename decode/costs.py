@@ -13,7 +13,7 @@ from draftsmith.data import DraftsmithError
 from draftsmith.distill.variants import Variant
 
 from .device import device_name, synchronise
-from .runner import DraftModel, Runner
+from .runner import DraftModel, Runner, fill
 
 MAX_DRAFT = 16
 PROBE_ROWS = (1, 2, 3, 5, 9, 17)
@@ -127,7 +127,7 @@ class Prober:
     def draft_step(self, variant: Variant, context: int) -> float:
         assert self.draft is not None
         cache, draft = self.draft.new_cache(context + 2), self.draft
-        cache.lengths[0] = cache.deep = context
+        draft.declare(cache, context)
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.target.device)
 
         def run() -> None:
@@ -148,15 +148,6 @@ class Prober:
             draft.catch_up(cache, full, keep=1)
 
         return _fastest(self.target.device, 2 * self.repeats, run)
-
-
-def fill(target: Runner, cache: Any, batch: int, context: int) -> None:
-    """Make a cache hold `context` positions: by declaring them where it is static (their content does not
-    matter to a clock), else by running them."""
-    if target.max_batch is None:
-        cache.lengths[:] = [context] * batch
-    elif context:
-        target.forward(torch.zeros(batch, context, dtype=torch.long, device=target.device), cache, keep=1)
 
 
 @torch.no_grad()

@@ -12,18 +12,18 @@ from typing import Any
 from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import chat_ids
 
-from .answer import Answer, Chunk, GenerationOutput
 from .bundle import Bundle, check_compatible, load_bundle, update_manifest
 from .costs import Costs, cost_key, measure_costs, refresh_costs
 from .draft import DraftRunner
 from .loop import Generation
 from .memory import check_memory, expected, usual_context
-from .policies import PolicyContext, make_policy
+from .policies import Policy, PolicyContext, make_policy
 from .runner import DraftModel, Runner, load_runner
 from .sampling import GumbelNoise, Noise, SamplingParams
 from .schedule import Batch, Request
 from .stock import StockDraft
 from .target import Target, load_description, load_target
+from .transcript import Chunk, GenerationOutput, Transcript
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
@@ -91,11 +91,13 @@ class Decoder:
              draft_precision: str = "auto") -> Decoder:
         """A decoder without a bundle: a target with any smaller model of the same tokenizer as its draft, or with
         prompt lookup alone. Names are folders or hub names. Costs are measured at every load."""
-        loaded = load_target(target, trust_remote_code=trust_remote_code, precision=precision)
-        stock = None
+        loaded, stock = load_target(target, trust_remote_code=trust_remote_code, precision=precision), None
+        check_memory(loaded, expected(loaded))
         if draft is not None:
             precision = "auto" if draft_precision == "plain" else draft_precision
-            stock = StockDraft(load_target(draft, trust_remote_code=trust_remote_code, precision=precision), loaded)
+            model = load_target(draft, trust_remote_code=trust_remote_code, precision=precision)
+            check_memory(model, expected(model))
+            stock = StockDraft(model, loaded)
         runner = load_runner(loaded)
         loaded.release()
         return cls(loaded, runner, stock, None, measure_costs(runner, stock))
@@ -113,13 +115,17 @@ class Decoder:
 
     def describe_costs(self) -> str:
         assert self.costs is not None
-        return (f"a target pass takes {1e3 * self.costs.rows(1):.0f} ms, a draft step "
-                f"{1e3 * min(self.costs.step.values()):.1f} ms and more ({self.draft.precision if self.draft else ''})")
+        text = f"a target pass takes {1e3 * self.costs.rows(1):.0f} ms"
+        if self.draft is not None:
+            text += f", a draft step {1e3 * min(self.costs.step.values()):.1f} ms and more ({self.draft.precision})"
+        return text
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a text (as it is), of chat messages (through the chat template), or ids themselves."""
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt).input_ids)
+        if not isinstance(prompt, Sequence):
+            raise DraftsmithError(f"a prompt is a text, a list of token ids, or a list of messages, not {prompt!r}")
         if all(isinstance(m, dict) for m in prompt) and prompt:
             return chat_ids(self.tokenizer, list(prompt))  # type: ignore[arg-type]
         if not all(isinstance(i, int) for i in prompt):
@@ -130,14 +136,15 @@ class Decoder:
         return ids
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None,
-                 policy: str | None = None) -> GenerationOutput:
-        """Generate one answer. `policy`: see `policies.make_policy`; default: the bundle's."""
+                 policy: str | Policy | None = None) -> GenerationOutput:
+        """Generate one answer. `policy`: a name, see `policies.make_policy` (default: the bundle's), or an object,
+        which goes on from what it has learned."""
         output = GenerationOutput()
         for chunk in self.stream(prompt, params, policy):
             output = chunk.output
         return output
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, policy: str | None = None,
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, policy: str | Policy | None = None,
                noise: Noise | None = None) -> Iterator[Chunk]:
         """Generate in chunks of whole characters; stop iterating to cancel. The last chunk is complete."""
         params = params or SamplingParams()
@@ -145,21 +152,24 @@ class Decoder:
         generation = self.start(prompt, params, policy, noise)
         yield from self.run(generation, started)
 
-    def start(self, prompt: Prompt, params: SamplingParams, policy: str | None = None,
+    def start(self, prompt: Prompt, params: SamplingParams, policy: str | Policy | None = None,
               noise: Noise | None = None) -> Generation:
         """The loop for one request, not yet run."""
         if params.n != 1:
             raise DraftsmithError(f"n = {params.n}: generate_batch gives several answers, generate and stream give one")
-        return Generation(self.prompt_ids(prompt), params, make_policy(policy, self.context), self.runner,
+        return Generation(self.prompt_ids(prompt), params, self._policy(policy), self.runner,
                           self.draft, noise or self._noise(params), self.eos_ids, self.costs)
 
     def run(self, generation: Generation, started: float | None = None) -> Iterator[Chunk]:
         """Drive a loop to its end, cutting at stop ids, stop strings and max_tokens."""
-        answer = Answer(generation, self.tokenizer, started)
-        while not answer.done:
-            yield answer.take(generation.round() if answer.output.tokens else generation.prefill())
-        if not answer.output.tokens:
-            yield Chunk([], answer.output)
+        answer = Transcript(generation, self.tokenizer, started)
+        try:
+            while not answer.done:
+                yield answer.take(generation.round() if answer.output.tokens else generation.prefill())
+            if not answer.output.tokens:
+                yield Chunk([], answer.output)
+        finally:
+            generation.close()
 
     def generate_batch(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
                        policy: str | None = None, slots: int = 8) -> list[list[GenerationOutput]]:
@@ -169,6 +179,8 @@ class Decoder:
         (up to rounding), that it has alone; answer i to a prompt with a seed draws its own noise. The first error
         of a request is raised once all others are done.
         """
+        if isinstance(prompts, str):
+            raise DraftsmithError("generate_batch takes a list of prompts; generate takes one")
         if slots < 1:
             raise DraftsmithError(f"slots must be 1 or more, not {slots}")
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
@@ -192,10 +204,13 @@ class Decoder:
         """A request for a `Batch`: answer number `choice` to a prompt."""
 
         def start(cache: Any, slot: int) -> Generation:
-            return Generation(prompt, params, make_policy(policy, self.context), self.runner, self.draft,
+            return Generation(prompt, params, self._policy(policy), self.runner, self.draft,
                               self._noise(params, choice), self.eos_ids, self.costs, cache=cache, slot=slot)
 
         return Request(start, group)
+
+    def _policy(self, policy: str | Policy | None) -> Policy:
+        return make_policy(policy, self.context) if policy is None or isinstance(policy, str) else policy
 
     def _noise(self, params: SamplingParams, choice: int = 0) -> Noise:
         return Noise() if params.seed is None else GumbelNoise(params.seed, self.runner.vocab_size, choice)

@@ -148,6 +148,9 @@ class DraftRunner:
         weakref.finalize(cache, self.pool.give, storage)
         return cache
 
+    def declare(self, cache: DraftCache, context: int) -> None:
+        cache.lengths[0] = cache.deep = context
+
     def forward(self, ids_1N: torch.Tensor, cache: DraftCache, variant: Variant,
                 keep: int | None = None) -> torch.Tensor:
         """Append N tokens; returns logits [keep, D] over the cache's head for the last `keep` of them."""

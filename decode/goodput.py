@@ -14,7 +14,7 @@ from typing import Any
 
 from draftsmith.distill.variants import DraftShape, Variant
 
-from .costs import MAX_DRAFT, Costs
+from .costs import MAX_DRAFT, PROBE_CONTEXT, Costs
 from .policies import Plan, PolicyBase, Round, View
 
 PRIOR_ACCEPTANCE = 0.6  # before calibration
@@ -22,7 +22,8 @@ LEARNING_RATE = 0.1
 SHIFT_LIMIT = 3.0
 PROBE_START, PROBE_MAX, PROBE_TOKENS = 8, 128, 2
 MARGIN_CAP = 10.0
-SECONDS = (0.35, 0.15)  # share of rejections where the target's token is the draft's second and third choice, at first
+# How often, after a rejection, the target's token is the draft's second and its third choice, at first.
+RUNNERS_UP = (0.35, 0.15)
 LOOKUP_PRIOR = {2: 0.4, 3: 0.6, 4: 0.75}  # acceptance by matched tokens, at first
 
 
@@ -45,8 +46,8 @@ class Goodput(PolicyBase):
     name = "goodput"
     wants_margin = True
     wants_lookup = True
-    max_width = 1 + len(SECONDS)
-    learns = ("intercept", "slope", "shift", "seconds", "matched", "idle", "probe_interval", "idle_rounds")
+    max_width = 1 + len(RUNNERS_UP)
+    learns = ("intercept", "slope", "shift", "runners_up", "matched", "idle", "probe_interval", "idle_rounds")
 
     def __init__(self, shape: DraftShape | None, costs: Costs, calibration: dict[str, Any]) -> None:
         self.variants, self.costs = shape.variants() if shape else [], costs
@@ -54,7 +55,7 @@ class Goodput(PolicyBase):
         self.base = {v.name: logit(prior.get(v.name, PRIOR_ACCEPTANCE)) for v in self.variants}
         self.intercept, self.slope = calibration.get("margin", [0.0, 0.5])
         self.shift = 0.0
-        self.seconds = list(SECONDS)
+        self.runners_up = list(RUNNERS_UP)
         self.matched = [LOOKUP_PRIOR[n] for n in sorted(LOOKUP_PRIOR)]
         self.idle, self.probe_interval = 0, PROBE_START
         self.rate = 0.0
@@ -62,7 +63,7 @@ class Goodput(PolicyBase):
         self.current: Variant | None = None
         self.probing = False
         self.idle_rounds = 0
-        self.view: View
+        self.context, self.batch, self.branches = PROBE_CONTEXT, 1, True
 
     def best(self, view: View) -> tuple[float, Plan]:
         """(tokens per second, plan) of the best round."""
@@ -88,7 +89,7 @@ class Goodput(PolicyBase):
         return best
 
     def plan(self, view: View) -> Plan:
-        self.view = view
+        self.context, self.batch, self.branches = view.context, view.batch, view.cheap_trees
         if view.max_depth == 0:
             return self._alone()
         self.rate, plan = self.best(view)
@@ -119,7 +120,7 @@ class Goodput(PolicyBase):
         if self.probing or self.current is None:
             return True
         self.reach *= self._likely(margin)
-        return self.reach > self.rate * (self.costs.draft_step(self.current.name, self.view.context)
+        return self.reach > self.rate * (self.costs.draft_step(self.current.name, self.context)
                                          + self._row(index + 1))
 
     def _likely(self, margin: float) -> float:
@@ -128,18 +129,18 @@ class Goodput(PolicyBase):
 
     def _row(self, nodes: int) -> float:
         """Seconds that each of so many nodes adds to a pass."""
-        context, batch = self.view.context, self.view.batch
-        return (self.costs.rows(nodes + 1, context, batch) - self.costs.rows(1, context, batch)) / nodes
+        more = self.costs.rows(nodes + 1, self.context, self.batch) - self.costs.rows(1, self.context, self.batch)
+        return more / nodes
 
     def widths(self, margins: list[float]) -> list[int]:
         """A branch pays where the chain is likely to get and then to fail, and the target's token to be the next in
         the draft's order."""
-        if self.probing:
+        if self.probing or not self.branches:
             return []
         widths, reach, nodes = [1] * len(margins), 1.0, len(margins)
         for i, margin in enumerate(margins):
             likely = self._likely(margin)
-            for share in self.seconds:
+            for share in self.runners_up:
                 if reach * (1.0 - likely) * share <= self.rate * self._row(nodes + 1) or nodes >= MAX_DRAFT:
                     break
                 widths[i] += 1
@@ -163,8 +164,8 @@ class Goodput(PolicyBase):
             error = label - self._likely(margin)
             self.intercept += 0.2 * LEARNING_RATE * error
             self.slope = max(0.0, self.slope + 0.2 * LEARNING_RATE * error * m / MARGIN_CAP)
-        for i, hit in enumerate(finished.second[: len(self.seconds)]):
-            self.seconds[i] += LEARNING_RATE * (hit - self.seconds[i])
+        for i, hit in enumerate(finished.others[: len(self.runners_up)]):
+            self.runners_up[i] += LEARNING_RATE * (hit - self.runners_up[i])
 
     def report(self) -> dict[str, float]:
         return {"goodput_shift": self.shift, "goodput_idle_rounds": float(self.idle_rounds)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,19 +30,27 @@ class Grammar:
 
         if problem := LLMatcher.validate_grammar(grammar, None):
             raise DraftsmithError(f"the grammar is not valid: {problem.strip().splitlines()[0]}")
-        self.eos_ids = sorted(decoder.eos_ids)
-        self.matcher: Any = LLMatcher(_tokens(decoder), grammar)
-        self.read: list[int] = []
+        self.eos_ids, self.read = sorted(decoder.eos_ids), list[int]()
+        self.make = functools.partial(LLMatcher, _tokens(decoder), grammar)
+        self.matcher: Any = self.make()
+        self._check()
+
+    def _check(self) -> None:
+        """A parser that has failed, at its limits for instance, allows nothing any more: say so, and start anew."""
+        if self.matcher.is_error():
+            problem = self.matcher.get_error() or "its parser failed"
+            self.matcher, self.read = self.make(), []
+            raise DraftsmithError(f"the grammar cannot be followed: {problem.strip().splitlines()[0]}")
 
     def __call__(self, answer: list[int], logits_V: torch.Tensor) -> torch.Tensor:
         """Logits for the token after `answer`; -inf for what the grammar forbids there."""
         self._follow(answer)
+        allowed = torch.zeros(len(logits_V), dtype=torch.bool)
         if self.matcher.is_stopped():  # complete: nothing but an end may follow
-            allowed = torch.zeros(len(logits_V), dtype=torch.bool)
             allowed[self.eos_ids] = True
         else:
             bits = np.unpackbits(np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little")
-            allowed = torch.zeros(len(logits_V), dtype=torch.bool)
+            self._check()
             size = min(len(bits), len(logits_V))
             allowed[:size] = torch.from_numpy(bits[:size].astype(bool))
         return logits_V.masked_fill(~allowed.to(logits_V.device), float("-inf"))
@@ -54,14 +63,13 @@ class Grammar:
         if same < len(self.read) and not self.matcher.rollback(len(self.read) - same):
             self.matcher.reset()
             same = 0
-        self.read = list(answer[:same])
         rest = answer[same:]
         taken = self.matcher.try_consume_tokens(rest) if rest else 0
-        self.read += rest[:taken]
+        self.read = answer[: same + taken]
+        self._check()
         if taken < len(rest) and not self.matcher.is_stopped():
-            problem = self.matcher.get_error() or "the text does not follow it"
-            raise DraftsmithError(f"the grammar cannot read token {rest[taken]} at place {same + taken} of the answer: "
-                                  f"{problem.splitlines()[0]}")
+            raise DraftsmithError(f"the grammar does not allow token {rest[taken]} at place {same + taken} of the "
+                                  "answer")
 
 
 def json_schema(schema: dict[str, Any] | str, decoder: Decoder) -> Grammar:
@@ -92,10 +100,17 @@ def _grammar(kind: str, text: str, decoder: Decoder) -> Grammar:
     return Grammar(compiled, decoder)
 
 
-@functools.lru_cache(maxsize=4)
+# By decoder, which it must not keep alive.
+_known: weakref.WeakKeyDictionary[Decoder, Any] = weakref.WeakKeyDictionary()
+
+
 def _tokens(decoder: Decoder) -> Any:
     """The tokenizer as llguidance reads it; takes a second for a large one."""
     import llguidance.hf
 
-    eos = sorted(decoder.eos_ids)
-    return llguidance.hf.from_tokenizer(decoder.tokenizer, eos_token=eos or None)
+    if decoder not in _known:
+        try:
+            _known[decoder] = llguidance.hf.from_tokenizer(decoder.tokenizer, eos_token=sorted(decoder.eos_ids) or None)
+        except ValueError as error:
+            raise DraftsmithError(f"grammars cannot read this target's tokenizer: {error}") from error
+    return _known[decoder]

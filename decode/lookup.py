@@ -10,7 +10,7 @@ from .candidates import Draft
 SIZES = (4, 3, 2)  # tokens that have to agree; the longest match counts, and of those the last
 
 
-class Lookup:
+class PromptLookup:
     """The n-grams of one request's text."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from .attention import Tree
 from .candidates import Draft
 from .costs import MAX_DRAFT, Costs
 from .device import synchronise
-from .lookup import Lookup
+from .lookup import PromptLookup
 from .meter import PerplexityMeter, log_probs_at
 from .policies import Plan, Policy, Round, View
 from .processors import Processors
@@ -65,7 +65,7 @@ class Generation:
         self.proposer: ElasticProposer | None = None
         if draft is not None and policy.wants_draft and len(prompt) < draft.context:
             self.proposer = ElasticProposer(draft, self.tokens, capacity, params, noise, self.processors, self.laps)
-        self.lookup = Lookup() if policy.wants_lookup else None
+        self.lookup = PromptLookup() if policy.wants_lookup else None
         self.meter = PerplexityMeter()
         self.stats = Stats(prompt_tokens=len(prompt), parts=self.laps.seconds)
         self.last_hidden: torch.Tensor | None = None
@@ -132,11 +132,17 @@ class Generation:
         return [-1, *(parent + 1 for parent in draft.parents)]
 
     @torch.no_grad()
-    def finish(self, draft: Draft, hidden_RH: torch.Tensor, logits_RV: torch.Tensor, batch: int = 1) -> list[Token]:
-        """Verify what was proposed, given the target's rows of the pass."""
+    def finish(self, draft: Draft, hidden_RH: torch.Tensor, logits_RV: torch.Tensor, batch: int = 1,
+               seconds: float | None = None) -> list[Token]:
+        """Verify what was proposed, given the target's rows of the pass, which took `seconds` (None: all the time
+        since `propose`)."""
         laps, position = self.laps, len(self.tokens)
-        synchronise(self.target.device)
-        target_seconds = laps.lap("target")
+        if seconds is None:
+            synchronise(self.target.device)
+            target_seconds = laps.lap("target")
+        else:
+            target_seconds = seconds
+            laps.add("target", seconds)
 
         p_RV = self._process(logits_RV, draft)
         laps.lap("sampling")
@@ -164,7 +170,7 @@ class Generation:
         plan = self.policy.plan(View(
             self.emitted, chain, self.meter, self.features, len(self.tokens),
             self.proposer is not None and self.proposer.runner.ahead,
-            self.lookup.match(self.tokens) if self.lookup else (0, 0), depth, batch))
+            self.lookup.match(self.tokens) if self.lookup else (0, 0), depth, batch, self.target.cheap_trees))
         plan.max_nodes = nodes if self.target.trees else 0
         return plan
 
@@ -215,8 +221,7 @@ class Generation:
         rows, texts = list(logits_RV), [list(self.tokens)]
         self.dead_ends = {}
         unseen: set[int] = set()  # rows that no text reaches, or only one that has ended: no processor should see them
-        for row, (parent, token) in enumerate(zip([-1, *self.pass_parents(draft)[1:]], self.pass_ids(draft),
-                                                  strict=True)):
+        for row, (parent, token) in enumerate(zip(self.pass_parents(draft), self.pass_ids(draft), strict=True)):
             if row:
                 texts.append([*texts[parent], token])
                 if parent in unseen or token in self.stop_ids or float(rows[parent][token]) == float("-inf"):
@@ -299,7 +304,7 @@ class Generation:
         emitted = len(verdict.path) + 1
         if self.costs is not None:
             context = len(self.tokens) - emitted
-            if batch == 1:
+            if batch == 1 and (draft.is_chain or self.target.cheap_trees):
                 self.costs.update_verify(len(draft.nodes) + 1, target_seconds, context)
             # Rounds that first read a prompt or caught up are not what a step costs.
             if draft.variant is not None and len(draft.tokens) > 1 and draft.read <= 2:
@@ -313,16 +318,17 @@ class Generation:
         labels = [float(i < n) for i in range(judged)]
         if not self.params.greedy and not self.noise.coupled:
             labels = [min(1.0, float(p_RV[i, draft.tokens[i]]) / draft.q_at[i]) for i in range(judged)]
-        second = []
+        others = []
         if verdict.rejected and n < len(draft.others):
             instead = self.tokens[len(self.tokens) - emitted + n]
-            second = [token == instead for token, _ in draft.others[n]]
+            others = [token == instead for token, _ in draft.others[n]]
         return Round(draft.variant, len(draft.tokens), n, verdict.rejected, emitted, draft.confidences, draft.margins,
-                     labels, target_seconds, self.draft_seconds, draft.cut, second=second)
+                     labels, target_seconds, self.draft_seconds, draft.cut, others=others)
 
     def close(self) -> None:
-        """Let go of the caches: nothing more will be asked of it."""
-        self.cache, self.proposer, self.last_hidden = None, None, None
+        """Let go of everything large: nothing more will be asked of it."""
+        for name in ("cache", "proposer", "lookup", "noise", "processors", "meter", "last_hidden"):
+            setattr(self, name, None)
 
     def features(self) -> torch.Tensor:
         """The gate's input: mean target embedding of the last 8 tokens, then the last hidden state."""

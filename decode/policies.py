@@ -48,7 +48,7 @@ class Round:
     """A finished round as policies see it. Counts are of the chain, and of a lookup's; `emitted` is of all.
 
     `labels`: min(1, p/q) of each judged token, in order. `matched`: tokens that a lookup's match had in common.
-    `second`: after a rejection, whether the target's token was each of the draft's likeliest others.
+    `others`: after a rejection, whether the target's token was each of the draft's likeliest others.
     """
 
     variant: Variant | None
@@ -63,7 +63,7 @@ class Round:
     draft_seconds: float = 0.0
     cut: bool = False  # early rejection ended the draft
     matched: int = 0
-    second: list[bool] = field(default_factory=list)
+    others: list[bool] = field(default_factory=list)
 
     @property
     def judged(self) -> int:
@@ -76,7 +76,8 @@ class View:
     text so far (prompt included).
 
     `max_draft`: tokens in a row that the draft may propose; `max_depth`: that anything may. `match`: what
-    `Lookup.match` found. `batch`: requests in the pass.
+    `PromptLookup.match` found. `batch`: requests in the pass. `cheap_trees`: a pass over a tree costs what one over
+    a chain does.
     """
 
     emitted: int
@@ -88,6 +89,7 @@ class View:
     match: tuple[int, int] = (0, 0)
     max_depth: int = MAX_DRAFT
     batch: int = 1
+    cheap_trees: bool = True
 
 
 class Policy(Protocol):
@@ -255,18 +257,23 @@ def make_policy(name: str | None, context: PolicyContext) -> Policy:
         return LookupOnly(int(found[1]))
     if name == "goodput" and context.costs is not None:  # without a draft it weighs the lookup alone
         return Goodput(context.shape, context.costs, context.goodput)
+    fixed = re.fullmatch(r"fixed\(\s*(\d+)\s*(?:,\s*([^)]+?)\s*)?\)", name)
+    tree = re.fullmatch(r"mtv\(\s*(\d+(?:\s*,\s*\d+)*)\s*\)", name)
+    hybrid = re.fullmatch(r"hybrid\(\s*(\d+)\s*\)", name)
+    if not (fixed or tree or hybrid or name in ("paper", "goodput")):
+        raise DraftsmithError(f"unknown policy '{name}'{nearest(name, KNOWN)}")
     if context.shape is None or context.variant is None:
         raise DraftsmithError(f"policy '{name}' needs a draft, and none was loaded; ar and lookup(k) do not")
-    if found := re.fullmatch(r"mtv\(\s*(\d+(?:\s*,\s*\d+)*)\s*\)", name):
-        return Mtv([int(width) for width in found[1].split(",")], context.variant)
-    if found := re.fullmatch(r"hybrid\(\s*(\d+)\s*\)", name):
-        return Hybrid(int(found[1]), context.variant)
-    if found := re.fullmatch(r"fixed\(\s*(\d+)\s*(?:,\s*([^)]+?)\s*)?\)", name):
+    if name == "goodput":
+        raise DraftsmithError("policy 'goodput' needs measured costs, and this decoder has none")
+    if tree:
+        return Mtv([int(width) for width in tree[1].split(",")], context.variant)
+    if hybrid:
+        return Hybrid(int(hybrid[1]), context.variant)
+    if fixed:
         try:
-            variant = context.shape.find(found[2]) if found[2] else context.variant
+            variant = context.shape.find(fixed[2]) if fixed[2] else context.variant
         except ValueError as error:
             raise DraftsmithError(f"policy '{name}': {error}") from error
-        return Fixed(int(found[1]), variant)
-    if name == "paper":
-        return Paper(context.shape, context.gate, context.variant, PaperSettings.from_json(context.paper))
-    raise DraftsmithError(f"unknown policy '{name}'{nearest(name, KNOWN)}")
+        return Fixed(int(fixed[1]), variant)
+    return Paper(context.shape, context.gate, context.variant, PaperSettings.from_json(context.paper))

@@ -23,6 +23,11 @@ class Laps:
         """Time until now belongs to nobody (the caller had it)."""
         self.last = time.perf_counter()
 
+    def add(self, part: str, seconds: float) -> None:
+        """Time that was measured elsewhere; the next lap starts now."""
+        self.seconds[part] += seconds
+        self.start()
+
     def lap(self, part: str) -> float:
         now = time.perf_counter()
         spent = now - self.last

@@ -42,6 +42,7 @@ class Runner(Protocol):
     context: int
     max_batch: int | None  # None: any
     trees: bool  # whether forward() takes a tree
+    cheap_trees: bool  # and at the price of a chain of as many tokens
     device: torch.device
     precision: str
     weight_bytes: int  # that a pass of one row reads
@@ -67,7 +68,6 @@ class DraftModel(Protocol):
 
     context: int
     precision: str
-    parameters: int
 
     @property
     def shape(self) -> DraftShape: ...
@@ -77,11 +77,13 @@ class DraftModel(Protocol):
         """Whether a plan is best drafted whole on the device, without waiting for each token."""
         ...
 
-    def head_ids_for(self, prompt: list[int]) -> torch.Tensor:
-        """Token ids [D] that it can propose to a request."""
+    def new_cache(self, capacity: int, prompt: list[int] | None = None) -> Any:
+        """For one request; its `head_ids` [D] are the tokens that can be proposed to it."""
         ...
 
-    def new_cache(self, capacity: int, prompt: list[int] | None = None) -> Any: ...
+    def declare(self, cache: Any, context: int) -> None:
+        """Make an empty cache hold `context` positions of whatever content, for a clock."""
+        ...
 
     def cache_bytes(self, capacity: int) -> int: ...
 
@@ -97,6 +99,15 @@ class DraftModel(Protocol):
 def precise(logits: torch.Tensor) -> torch.Tensor:
     """Logits in float32 at least: probabilities of half-precision models are computed there, as in `transformers`."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def fill(target: Runner, cache: Any, batch: int, context: int) -> None:
+    """Make a cache hold `context` positions: by declaring them where it is static (their content does not
+    matter to a clock), else by running them."""
+    if target.max_batch is None:
+        cache.lengths[:] = [context] * batch
+    elif context:
+        target.forward(torch.zeros(batch, context, dtype=torch.long, device=target.device), cache, keep=1)
 
 
 def load_runner(target: Target) -> Runner:
@@ -122,6 +133,7 @@ class LeanRunner:
         self.vocab_size, self.context = len(target.head), int(self.config.max_position_embeddings)
         self.device, self.precision = self.engine.device, self.engine.precision
         self.weight_bytes, self.pool = pass_bytes(target), Pool()
+        self.cheap_trees = not self.engine.graphs  # graphs are of chains
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         layers, capacity = len(self.stack.layers), min(capacity, self.context)
@@ -205,7 +217,7 @@ class ModuleRunner:
     """Any other Hugging Face causal LM, one request at a time, its linear layers swapped for faster ones."""
 
     max_batch: int | None = 1
-    trees = False
+    trees = cheap_trees = False
 
     def __init__(self, target: Target) -> None:
         self.model, self.config = target.model, target.config

@@ -10,27 +10,29 @@ from functools import partial
 from typing import Any
 
 import torch
+from draftsmith.data import DraftsmithError
 
-from .answer import Answer, Chunk
 from .attention import Tree
 from .candidates import Draft
 from .costs import MAX_DRAFT
+from .device import synchronise
 from .loop import Generation
 from .runner import Runner
 from .stats import Token
+from .transcript import Chunk, Transcript
 
 # (cache, slot) -> the loop of a request whose keys and values lie there
 Start = Callable[[Any, int], Generation]
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One answer that was asked for. `group`: of requests with the same prompt, which is read once for all that
     start together. `error`: why it ended early; other requests go on."""
 
     start: Start
     group: object = None
-    answer: Answer | None = None
+    answer: Transcript | None = None
     error: Exception | None = None
     cancelled: bool = False
     arrived: float = field(default_factory=time.perf_counter)
@@ -61,7 +63,7 @@ class Batch:
 
     def __init__(self, runner: Runner, tokenizer: Any, slots: int, capacity: int) -> None:
         self.runner, self.tokenizer = runner, tokenizer
-        self.shared = runner.max_batch is None and slots > 1
+        self.shared, self.capacity = runner.max_batch is None and slots > 1, capacity
         self.cache = runner.new_cache(slots, capacity + MAX_DRAFT) if self.shared else None
         self.slots: list[Request | None] = [None] * slots
         self.waiting: deque[Request] = deque()
@@ -123,8 +125,12 @@ class Batch:
                     request.error = error
                     news.append((request, None))
                     continue
-                request.answer = Answer(generation, self.tokenizer, request.arrived)
-                if request.answer.done:
+                request.answer = Transcript(generation, self.tokenizer, request.arrived)
+                if (length := generation.prompt_length + generation.max_tokens) > self.capacity:
+                    request.error = DraftsmithError(f"a request of {length} tokens, prompt and answer, in a batch made "
+                                                    f"for {self.capacity}")
+                if request.done:
+                    generation.close()
                     news.append((request, None))
                     continue
                 self._try(request, news, partial(self._prefill, generation, request, slot, read))
@@ -139,6 +145,7 @@ class Batch:
         self.cache.crop(0, slot)
         same = next((s for s, other in read.items() if other.group is request.group), None)
         if same is None or request.group is None:
+            read.pop(slot, None)  # overwritten from now on
             return generation.prefill(lambda hidden, logits: read.update({slot: _Read(request.group, hidden, logits)}))
         self.cache.copy_prefix(same, slot, generation.prompt_length)
         read[slot] = read[same]
@@ -153,19 +160,28 @@ class Batch:
         for slot, request in active:
             assert request.answer is not None
             try:
-                drafts[slot] = request.answer.generation.propose(len(active), room)
+                drafts[slot] = request.answer.generation.propose(len(self.slots), room)
             except Exception as error:
                 request.error = error
                 news.append((request, None))
         active = [(slot, request) for slot, request in active if slot in drafts]
         if not active:
             return
-        hidden, logits = self._pass(active, drafts)
+        started = time.perf_counter()
+        try:
+            hidden, logits = self._pass(active, drafts)
+            synchronise(self.runner.device)
+        except Exception as error:  # of memory, say: the requests of this pass end, those that wait go on
+            for _, request in active:
+                request.error = error
+                news.append((request, None))
+            return
+        seconds = time.perf_counter() - started
         for slot, request in active:
             rows = len(drafts[slot].nodes) + 1
             assert request.answer is not None
             self._try(request, news, partial(request.answer.generation.finish, drafts[slot], hidden[slot, :rows],
-                                             logits[slot, :rows], len(active)))
+                                             logits[slot, :rows], len(self.slots), seconds))
 
     def _pass(self, active: list[tuple[int, Request]], drafts: dict[int, Draft]) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's rows [slots, N, ...]; rows past a request's own are of padding, which nothing sees."""
@@ -180,7 +196,6 @@ class Batch:
             rows = generation.pass_ids(draft)
             ids[slot][: len(rows)] = rows
             parents[slot][: len(rows)] = generation.pass_parents(draft)
-            generation.laps.start()
         device, tree = self.runner.device, None
         if not all(draft.is_chain for draft in drafts.values()):
             trees = [Tree.of(p, device) for p in parents]

@@ -9,7 +9,7 @@ from draftsmith.data import DraftsmithError
 from draftsmith.data.vocabulary import first_difference, vocabulary
 from draftsmith.distill.variants import DraftShape, Variant
 
-from .runner import Runner, load_runner
+from .runner import Runner, fill, load_runner
 from .target import Target
 
 
@@ -26,8 +26,6 @@ class StockShape(DraftShape):
 class StockCache:
     """A runner's cache for one request, seen as a draft's."""
 
-    extra_head = None
-
     def __init__(self, inner: Any, head_ids: torch.Tensor) -> None:
         self.inner, self.head_ids, self.deep = inner, head_ids, 0
         self.capacity: int = inner.capacity
@@ -42,8 +40,8 @@ class StockCache:
 
 
 class StockDraft:
-    """A model of the target's vocabulary that drafts with all its layers. Ids that only one of the two has, by
-    padding, are never proposed."""
+    """A model of the target's vocabulary that drafts with all its layers. Ids past the end of
+    the smaller of the two vocabularies are never proposed."""
 
     ahead = False
 
@@ -59,13 +57,12 @@ class StockDraft:
         self.shape = StockShape(layers, layers, (), int(model.config.hidden_size), 1, size)
         self.context = self.runner.context
         self.head_ids = torch.arange(size, device=self.runner.device)
-        self.parameters = self.runner.weight_bytes // model.engine.dtype.itemsize
 
     def cache_bytes(self, capacity: int) -> int:
         return self.runner.cache_bytes(1, capacity)
 
-    def head_ids_for(self, prompt: list[int]) -> torch.Tensor:
-        return self.head_ids
+    def declare(self, cache: StockCache, context: int) -> None:
+        fill(self.runner, cache.inner, 1, context)
 
     def new_cache(self, capacity: int, prompt: list[int] | None = None) -> StockCache:
         return StockCache(self.runner.new_cache(1, capacity), self.head_ids)
@@ -73,6 +70,8 @@ class StockDraft:
     def forward(self, ids_1N: torch.Tensor, cache: StockCache, variant: Variant,
                 keep: int | None = None) -> torch.Tensor:
         """Append N tokens; logits [keep, D] of the last `keep` of them."""
+        # Of a token that only the target has, the draft knows nothing: it reads another, at the cost of acceptance.
+        ids_1N = ids_1N.clamp(max=self.runner.vocab_size - 1)
         return self.runner.forward(ids_1N, cache.inner, keep)[1][0, :, : len(self.head_ids)]
 
     def catch_up(self, cache: StockCache, variant: Variant, keep: int) -> torch.Tensor:

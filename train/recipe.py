@@ -130,8 +130,10 @@ class Thresholds(Section):
 
 
 class BundleSection(Section):
-    policy: str = Field("goodput", pattern=r"^(ar|paper|goodput|fixed\(\d+(,[^)]+)?\))$",
-                        description="default: ar, fixed(k), fixed(k,variant), paper or goodput")
+    policy: str = Field("goodput", pattern=r"^(ar|paper|goodput|fixed\(\d+(,[^)]+)?\)|(lookup|hybrid)\(\d+\)|"
+                                           r"mtv\(\d+(,\d+)*\))$",
+                        description="default: ar, fixed(k), fixed(k,variant), mtv(w1,w2,...), lookup(k), hybrid(k), "
+                                    "paper or goodput")
     paper: dict[str, float] = Field(default_factory=dict, description="settings of policy paper, such as tau")
 
     @field_validator("paper")

@@ -14,7 +14,7 @@ from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import assistant_mask, encode_prompts, prompt_ids
 from draftsmith.data.teacher_cache import CacheManifest, CacheWriter, Document, teacher_rows
 from draftsmith.data.text import Sample, corpus_hash
-from draftsmith.decode.batch import Answer, generate_batch
+from draftsmith.decode.batch import Answer, write_answers
 from draftsmith.decode.device import training_dtype
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.target import Target
@@ -70,7 +70,7 @@ def respond(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter,
     bar = progress(sum(len(jobs_of(shard)) for pair in pairs for shard in pair) * r.answers, "respond", "answer")
     for pair in pairs:
         jobs = [job for shard in pair for job in jobs_of(shard)]
-        for answer in generate_batch(runner, [prompts[j] for j in jobs], r.answers, r.temperatures, r.max_tokens,
+        for answer in write_answers(runner, [prompts[j] for j in jobs], r.answers, r.temperatures, r.max_tokens,
                                      target.eos_ids, r.batch, recipe.seed, r.k, recipe.distill.temperature, jobs):
             waiting.setdefault(jobs[answer.job], []).append(answer)
             bar.update()

@@ -130,9 +130,8 @@ def trace_prompts(recipe: Recipe, target: Target, runner: Runner, draft: DraftRu
         return Generation(prompts[number], params, Logged(t.k, variants[which], which), runner, draft,
                           GumbelNoise(recipe.seed, runner.vocab_size, number), target.eos_ids, cache=cache, slot=slot)
 
-    requests = {number: Request(partial(start, number)) for number in prompts}
-    numbers = {id(request): number for number, request in requests.items()}
-    for request in requests.values():
+    numbers = {Request(partial(start, number)): number for number in prompts}
+    for request in numbers:
         batch.submit(request)
     while batch.busy:
         for request, chunk in batch.step():
@@ -141,7 +140,7 @@ def trace_prompts(recipe: Recipe, target: Target, runner: Runner, draft: DraftRu
             if chunk is not None and chunk.done and request.answer is not None:
                 policy = request.answer.generation.policy
                 assert isinstance(policy, Logged)
-                number = numbers[id(request)]
+                number = numbers[request]
                 add_acceptance(policy.rows, runner, draft, prompts[number], chunk.output.token_ids, params)
                 traced.append(PromptTrace(number, policy.rows, policy.pairs))
                 progress()
@@ -202,7 +201,8 @@ def main() -> None:
     recipe: Recipe = args.recipe
     samples = load_trace_prompts(recipe)
     drafted = read_json(recipe.draft_dir / "stage.json")["inputs"]
-    inputs = inputs_hash(recipe, ["trace"], draft=drafted, prompts=[str(s.messages or s.text) for s in samples])
+    inputs = inputs_hash(recipe, ["trace"], ["batch"], draft=drafted,
+                         prompts=[str(s.messages or s.text) for s in samples])
     if recipe.trace_file.is_file() and read_meta(recipe.trace_file).get("inputs") == inputs:
         say(f"trace: {recipe.trace_file} is up to date, nothing to do")
         return

@@ -75,7 +75,7 @@ class PrefixCache:
 
 
 class ScriptedTarget:
-    context, max_batch, trees, device = 64, 1, True, torch.device("cpu")
+    context, max_batch, trees, cheap_trees, device = 64, 1, True, True, torch.device("cpu")
 
     def __init__(self, tables: Tables) -> None:
         self.tables, self.vocab_size = tables, tables.vocab

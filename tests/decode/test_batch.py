@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import make_target_model
 from draftsmith.decode import batch
-from draftsmith.decode.batch import Answer, generate_batch
+from draftsmith.decode.batch import Answer, write_answers
 from draftsmith.decode.device import Engine
 from draftsmith.decode.runner import LeanRunner
 from draftsmith.decode.target import Target
@@ -32,7 +32,7 @@ def write(runner: Any, slots: int, answers: int, max_tokens: int = 6, eos: froze
           which: list[int] | None = None) -> dict[tuple[int, int], Answer]:
     numbers = list(range(len(LENGTHS))) if which is None else which
     texts = [prompts()[n] for n in numbers]
-    found = list(generate_batch(runner, texts, answers, [0.0, 0.9], max_tokens, eos, slots, 7, 4, 0.5, numbers))
+    found = list(write_answers(runner, texts, answers, [0.0, 0.9], max_tokens, eos, slots, 7, 4, 0.5, numbers))
     assert len(found) == len(texts) * answers
     return {(numbers[a.job], a.index): a for a in found}
 

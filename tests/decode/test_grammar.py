@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.data import DraftsmithError
 from draftsmith.decode import Decoder, SamplingParams, grammar
 
@@ -70,3 +74,22 @@ def test_requests_of_a_batch_take_turns_with_one_grammar(decoder: Decoder) -> No
 def test_a_grammar_that_is_none_is_refused(decoder: Decoder, make: Any, text: str) -> None:
     with pytest.raises(DraftsmithError, match="the grammar is not valid"):
         make(text, decoder)
+
+
+def test_a_text_that_the_grammar_cannot_read_is_named_and_spoils_nothing(decoder: Decoder) -> None:
+    made = grammar.regex("[a-c]{4}", decoder)
+    free = torch.zeros(decoder.runner.vocab_size)
+    a, z = decoder.prompt_ids("az")
+    with pytest.raises(DraftsmithError, match=f"does not allow token {z} at place 1|cannot be followed"):
+        made([a, z], free)
+    allowed = torch.isfinite(made([a], free)).nonzero()[:, 0].tolist()
+    assert allowed == [decoder.prompt_ids(x)[0] for x in "abc"]
+
+
+def test_a_grammar_does_not_keep_its_decoder(bundle_folder: Path) -> None:
+    decoder = Decoder.load(bundle_folder)
+    made, known = grammar.regex("a+", decoder), weakref.ref(decoder)
+    del decoder
+    gc.collect()
+    assert known() is None
+    assert made.matcher is not None

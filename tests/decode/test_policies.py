@@ -443,11 +443,11 @@ def test_goodput_branches_where_the_draft_hesitates_and_its_second_choice_is_rig
     assert policy.widths([0.1, 8.0, 8.0]) == [3, 1, 1]
     assert policy.widths([8.0, 8.0, 0.1])[2] > 1
     for _ in range(30):
-        policy.observe(Round(FULL, 1, 0, True, 1, [0.5], [1.0], [0.0], second=[True, False]))
+        policy.observe(Round(FULL, 1, 0, True, 1, [0.5], [1.0], [0.0], others=[True, False]))
     policy.plan(view())
     assert policy.widths([0.1, 8.0]) == [2, 1]
     for _ in range(60):
-        policy.observe(Round(FULL, 1, 0, True, 1, [0.5], [1.0], [0.0], second=[False, False]))
+        policy.observe(Round(FULL, 1, 0, True, 1, [0.5], [1.0], [0.0], others=[False, False]))
     policy.plan(view())
     assert policy.widths([0.1, 8.0]) == [1, 1]
 

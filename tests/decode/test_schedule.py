@@ -13,7 +13,10 @@ from conftest import make_target_model, make_tokenizer
 from draftsmith.data import DraftsmithError
 from draftsmith.decode import Decoder, SamplingParams
 from draftsmith.decode.loop import Generation
-from draftsmith.decode.schedule import Batch
+from draftsmith.decode.policies import make_policy
+from draftsmith.decode.sampling import GumbelNoise
+from draftsmith.decode.schedule import Batch, Request
+from draftsmith.decode.stack import KVCache
 from test_loop import assemble, save_target
 
 PROMPTS = ["Hello world", "SELECT a FROM b", "x", "A longer prompt, of which a batch has to hold every token."]
@@ -119,7 +122,100 @@ def test_a_cancelled_request_frees_its_slot_at_once(decoder: Decoder) -> None:
     assert len(requests[0].answer.output.token_ids) < 10
 
 
+def test_a_request_too_long_for_the_batch_is_refused_alone(decoder: Decoder) -> None:
+    batch = Batch(decoder.runner, decoder.tokenizer, 2, 40)
+    requests = [decoder.request(decoder.prompt_ids("abc"), options(max_tokens=n), "fixed(4)") for n in (20, 200)]
+    for request in requests:
+        batch.submit(request)
+    while batch.busy:
+        batch.step()
+    assert len(requests[0].answer.output.token_ids) == 20
+    assert isinstance(requests[1].error, DraftsmithError)
+    assert "batch made for 40" in str(requests[1].error)
+
+
+def test_a_failed_pass_ends_its_requests_and_no_others(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch(decoder.runner, decoder.tokenizer, 2, 60)
+    requests = [decoder.request(decoder.prompt_ids(p), options(), "fixed(2)") for p in PROMPTS[:3]]
+    for request in requests:
+        batch.submit(request)
+    with monkeypatch.context() as patch:
+        patch.setattr(Batch, "_pass", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        batch.step()
+    while batch.busy:
+        batch.step()
+    assert [type(r.error) for r in requests] == [MemoryError, MemoryError, type(None)]
+    assert requests[2].answer.output.token_ids == decoder.generate(PROMPTS[2], options(), "ar").token_ids
+
+
+def test_a_prompt_that_was_overwritten_is_not_copied(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second answer to a prompt whose slot a failed prefill has used since."""
+    prompt, other = decoder.prompt_ids(PROMPTS[0]), decoder.prompt_ids(PROMPTS[3])
+    batch = Batch(decoder.runner, decoder.tokenizer, 2, 100)
+    batch.slots[1] = Request(lambda *_: None)  # so that all starts in slot 0
+    prefill = Generation.prefill
+
+    def fails_late(self: Generation, *rest: Any) -> Any:
+        tokens = prefill(self, *rest)
+        if self.prompt_length == len(other):
+            raise MemoryError
+        return tokens
+
+    monkeypatch.setattr(Generation, "prefill", fails_late)
+    requests = [decoder.request(prompt, options(max_tokens=1), "ar", group=prompt),
+                decoder.request(other, options(), "ar"), decoder.request(prompt, options(), "ar", group=prompt)]
+    for request in requests:
+        batch.submit(request)
+    batch._fill([])
+    batch.slots[1] = None
+    while batch.busy:
+        batch.step()
+    assert requests[2].answer.output.token_ids == decoder.generate(PROMPTS[0], options(), "ar").token_ids
+
+
+def test_the_end_of_a_batch_teaches_no_costs(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle slots run along: the pass of the last request is no pass of one."""
+    learned: list[int] = []
+    monkeypatch.setattr(type(decoder.costs), "update_verify", lambda self, n, *_: learned.append(n))
+    decoder.generate_batch(PROMPTS[:2], [options(max_tokens=2), options(max_tokens=20)], "fixed(2)", 2)
+    assert not learned
+    decoder.generate(PROMPTS[0], options(max_tokens=20), "fixed(2)")
+    assert learned
+
+
+def test_a_finished_request_is_freed_without_the_collector(decoder: Decoder) -> None:
+    """Caches are large and cycles are collected late."""
+    decoder.generate(PROMPTS[0], options(), "goodput")
+    gc.collect()
+    gc.disable()
+    try:
+        for policy in POLICIES:
+            decoder.generate(PROMPTS[0], options(), policy)
+            decoder.generate_batch(PROMPTS, options(temperature=1.0, seed=1), policy)
+        assert not [x for x in gc.get_objects() if isinstance(x, (Generation, KVCache, GumbelNoise))]
+    finally:
+        gc.enable()
+
+
+def test_a_policy_object_goes_on_from_what_it_has_learned(decoder: Decoder) -> None:
+    policy = make_policy("goodput", decoder.context)
+    decoder.generate(PROMPTS[0], options(), policy)
+    learned = policy.state()
+    assert learned != make_policy("goodput", decoder.context).state()
+    again = make_policy("goodput", decoder.context)
+    again.restore(learned)
+    texts = [decoder.generate(PROMPTS[1], options(), p).token_ids for p in (again, "ar")]
+    assert texts[0] == texts[1]
+    assert again.state() != learned
+
+
 def test_mistaken_calls_are_named(decoder: Decoder) -> None:
+    with pytest.raises(DraftsmithError, match="takes a list of prompts"):
+        decoder.generate_batch("hello")
+    with pytest.raises(DraftsmithError, match="not 5"):
+        decoder.generate(5)  # type: ignore[arg-type]
+    with pytest.raises(DraftsmithError, match="not 1"):
+        decoder.generate_batch([1, 2, 3])  # type: ignore[list-item]
     with pytest.raises(DraftsmithError, match="slots must be 1 or more, not 0"):
         decoder.generate_batch(["a"], slots=0)
     with pytest.raises(DraftsmithError, match="2 prompts but 1 sampling"):
@@ -184,6 +280,18 @@ def test_a_target_alone_has_the_lookup(folder: Path) -> None:
     assert all(text == texts[0] for text in texts)
     with pytest.raises(DraftsmithError, match="needs a draft"):
         alone.generate(prompt, options(), "fixed(4)")
+    with pytest.raises(DraftsmithError, match=r"did you mean 'lookup\(4\)'"):
+        alone.generate(prompt, options(), "lookp(4)")
+    assert "target pass" in alone.describe_costs()
+
+
+def test_a_draft_that_lacks_the_last_tokens_of_the_target(folder: Path, tmp_path: Path) -> None:
+    make_target_model(seed=8, num_hidden_layers=1, vocab_size=200, pad_token_id=None).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    pair = Decoder.pair(str(folder), str(tmp_path))
+    prompt = [255, 3, 254, 9]
+    for policy in ("fixed(3)", "mtv(2,2)", "paper"):
+        assert pair.generate(prompt, options(), policy).token_ids == pair.generate(prompt, options(), "ar").token_ids
 
 
 def test_a_draft_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from _verdict import ROOT, conclude
 from draftsmith.data.io import DraftsmithError
 from draftsmith.decode import Decoder, SamplingParams, bench
-from draftsmith.decode.batch import generate_batch
+from draftsmith.decode.batch import write_answers
 from draftsmith.decode.costs import Prober
 from draftsmith.decode.device import device_name, training_dtype
 from draftsmith.decode.draft import DraftRunner
@@ -128,7 +128,7 @@ def batched(target_name: str, stock: Stock) -> dict[str, list[float]]:
     def respond(runner: Any) -> Callable[[], float]:
         def run() -> float:
             start = time.perf_counter()
-            list(generate_batch(runner, prompts, 1, [0.0], BATCH_TOKENS, frozenset(), BATCH, 0, TEACHER_K, 0.5))
+            list(write_answers(runner, prompts, 1, [0.0], BATCH_TOKENS, frozenset(), BATCH, 0, TEACHER_K, 0.5))
             return time.perf_counter() - start
         return run
 

@@ -1,4 +1,4 @@
-"""An answer in the making: from the loop's tokens to text, cut where it ends."""
+"""The text of an answer in the making, cut where it ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Chunk:
         return "".join(text for _, text in self.pieces)
 
 
-class Answer:
+class Transcript:
     """Takes the tokens of each round, and cuts at stop ids, stop strings and max_tokens."""
 
     def __init__(self, generation: Generation, tokenizer: Any, started: float | None = None) -> None:
