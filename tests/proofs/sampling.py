@@ -1,5 +1,7 @@
 """Can a test tell speculative from plain sampling? Many continuations of a tiny model, under all the usual options.
 
+    bash scripts/prove.sh sampling [COUNT]
+
 Two samples are compared token by token and by pairs of tokens (chi-square, Bonferroni). The same test has to notice
 a bias of 2 %, or its silence means nothing.
 """
@@ -28,7 +30,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from conftest import make_bundle, make_draft, make_target_model, make_tokenizer  # noqa: E402
 
-COUNT, LENGTH, SLOTS, LEAST, BIAS = 20000, 4, 50, 10, 0.02
+COUNT = int(sys.argv[1]) if len(sys.argv) > 1 else 20000
+LENGTH, SLOTS, LEAST, BIAS = 4, 50, 10, 0.02
 POLICIES = ("fixed(3)", "mtv(3,2,1)")
 OPTIONS = dict(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.3,
                frequency_penalty=0.2, max_tokens=LENGTH, ignore_eos=True)
@@ -36,11 +39,11 @@ Texts = list[tuple[int, ...]]
 
 
 class Biased(Noise):
-    """In 2 % of its draws it takes the likeliest token instead."""
+    """In 2 % of its draws it takes the least likely of the possible tokens."""
 
     def draw(self, probs_V: torch.Tensor, position: int) -> int:
         if float(torch.rand((), generator=self.generator)) < BIAS:
-            return int(probs_V.argmax())
+            return int(torch.where(probs_V > 0, probs_V, torch.inf).argmin())
         return super().draw(probs_V, position)
 
 
