@@ -173,13 +173,20 @@ class Ar(PolicyBase):
         return Plan()
 
 
+def named(kind: str, k: int) -> str:
+    """The name of a policy of k drafted tokens. Raises `DraftsmithError` where a pass cannot take so many."""
+    if not 1 <= k <= MAX_DRAFT:
+        raise DraftsmithError(f"{kind}(k) needs k from 1 to {MAX_DRAFT}, not {k}")
+    return f"{kind}({k})"
+
+
 class Fixed(PolicyBase):
     """The same variant and number of tokens every round (DSD)."""
 
+    kind = "fixed"
+
     def __init__(self, k: int, variant: Variant) -> None:
-        if not 1 <= k <= MAX_DRAFT:
-            raise DraftsmithError(f"fixed(k) needs k from 1 to {MAX_DRAFT}, not {k}")
-        self.k, self.variant, self.name = k, variant, f"fixed({k})"
+        self.k, self.variant, self.name = k, variant, named(self.kind, k)
 
     def plan(self, view: View) -> Plan:
         return Plan(self.variant, min(self.k, view.max_draft)) if view.max_draft else Plan()
@@ -206,9 +213,7 @@ class LookupOnly(PolicyBase):
     wants_draft, wants_lookup = False, True
 
     def __init__(self, k: int) -> None:
-        if not 1 <= k <= MAX_DRAFT:
-            raise DraftsmithError(f"lookup(k) needs k from 1 to {MAX_DRAFT}, not {k}")
-        self.k, self.name = k, f"lookup({k})"
+        self.k, self.name = k, named("lookup", k)
 
     def plan(self, view: View) -> Plan:
         k = min(self.k, view.max_depth, view.match[1])
@@ -218,12 +223,8 @@ class LookupOnly(PolicyBase):
 class Hybrid(Fixed):
     """The lookup where a long match has something to offer, else the draft."""
 
-    wants_lookup = True
+    kind, wants_lookup = "hybrid", True
     LEAST = 3  # matched tokens
-
-    def __init__(self, k: int, variant: Variant) -> None:
-        super().__init__(k, variant)
-        self.name = f"hybrid({k})"
 
     def plan(self, view: View) -> Plan:
         matched, rest = view.match

@@ -60,6 +60,13 @@ def make_target_model(seed: int = 0, family: str = "llama", **changes: Any) -> A
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
 
 
+def save_model(folder: Path, model: Any = None, tokenizer: Any = None) -> Path:
+    """A Hugging Face folder of a tiny model; the usual one unless another is given."""
+    (model or make_target_model()).save_pretrained(folder)
+    (tokenizer or make_tokenizer()).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return make_tokenizer()
@@ -68,10 +75,7 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny target saved as a Hugging Face folder."""
-    folder = tmp_path_factory.mktemp("target")
-    make_target_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture
@@ -130,3 +134,34 @@ def decoder(bundle_folder: Path) -> Any:
     from draftsmith.decode import Decoder
 
     return Decoder.load(bundle_folder)
+
+
+PRINTABLE = 94  # ids below it are the characters ! to ~
+
+
+def save_target(folder: Path, tokenizer: Any = None, **changes: Any) -> Path:
+    """A tiny target that writes printable characters only, so that its text can hold stop strings."""
+    model = make_target_model(**changes)
+    model.get_input_embeddings().weight[PRINTABLE:] *= 0.05
+    return save_model(folder, model, tokenizer)
+
+
+def assemble(folder: Path, out: Path, draft: Any = None, **policy: Any) -> Any:
+    """In float64: rounding must not decide between two tokens."""
+    from draftsmith.decode import Decoder
+    from draftsmith.decode.bundle import load_bundle
+    from draftsmith.decode.target import load_target
+
+    target = load_target(str(folder), dtype=torch.float64)
+    bundle = make_bundle(out, target, draft or make_draft(target), str(folder), **policy)
+    return Decoder.assemble(target, load_bundle(bundle))
+
+
+@pytest.fixture(scope="session")
+def printable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("printable"))
+
+
+@pytest.fixture(scope="session")
+def plain(printable: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return assemble(printable, tmp_path_factory.mktemp("plain") / "bundle")

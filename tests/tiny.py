@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from conftest import make_target_model, make_tokenizer
+from conftest import save_model
 from draftsmith.data.io import write_jsonl
 
 WORDS = ["red", "blue", "cat", "dog", "sun", "sea", "map", "key", "oak", "ice", "jam", "owl"]
@@ -15,8 +15,7 @@ WORDS = ["red", "blue", "cat", "dog", "sun", "sea", "map", "key", "oak", "ice", 
 def write_tiny_recipe(folder: Path, **sections: dict[str, Any]) -> Path:
     """A folder with target, prompts and recipe.yaml (output below `out`); `sections` update the recipe's."""
     folder.mkdir(parents=True, exist_ok=True)
-    make_target_model().save_pretrained(folder / "target")
-    make_tokenizer().save_pretrained(folder / "target")
+    save_model(folder / "target")
     pairs = [(a, b) for a in WORDS for b in WORDS if a != b]
     for name, some in (("train", pairs[:60]), ("heldout", pairs[60:72])):
         write_jsonl(folder / f"{name}.jsonl", [{"id": f"{a}-{b}", "prompt": f"{a} {b}"} for a, b in some])

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_bundle, make_draft, make_target_model, make_tokenizer
+from conftest import assemble, make_draft, make_tokenizer, save_target
 from draftsmith.data import DraftsmithError
 from draftsmith.decode import Decoder, GenerationOutput, SamplingParams
-from draftsmith.decode.bundle import load_bundle
 from draftsmith.decode.loop import Generation
 from draftsmith.decode.target import load_target
 from draftsmith.decode.text import TextStream
@@ -22,35 +21,8 @@ from transformers import AutoModelForCausalLM
 POLICIES = ["ar", "fixed(1)", "fixed(4)", "fixed(16)", "fixed(3,2L)", "mtv(3,2,1)", "mtv(8,4,2,2,2)", "lookup(4)",
             "hybrid(4)", "paper", "goodput"]
 PROMPTS = ["Hello world", "SELECT a FROM b", "\u00e9"]
-PRINTABLE = 94  # ids below it are the characters ! to ~
 LENGTH = 36
 JAPANESE = "\u65e5\u672c\u8a9e\u306e\u6587\u7ae0\u3067\u3059"
-
-
-def save_target(folder: Path, tokenizer: Any = None, **changes: Any) -> Path:
-    """A tiny target that writes printable characters only, so that its text can hold stop strings."""
-    model = make_target_model(**changes)
-    model.get_input_embeddings().weight[PRINTABLE:] *= 0.05
-    model.save_pretrained(folder)
-    (tokenizer or make_tokenizer()).save_pretrained(folder)
-    return folder
-
-
-def assemble(folder: Path, out: Path, draft: Any = None, **policy: Any) -> Decoder:
-    """In float64: rounding must not decide between two tokens."""
-    target = load_target(str(folder), dtype=torch.float64)
-    bundle = make_bundle(out, target, draft or make_draft(target), str(folder), **policy)
-    return Decoder.assemble(target, load_bundle(bundle))
-
-
-@pytest.fixture(scope="module")
-def printable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("printable"))
-
-
-@pytest.fixture(scope="module")
-def plain(printable: Path, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return assemble(printable, tmp_path_factory.mktemp("plain") / "bundle")
 
 
 @pytest.fixture(scope="module")

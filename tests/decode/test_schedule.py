@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_target_model, make_tokenizer
+from conftest import make_target_model, save_model
 from draftsmith.data import DraftsmithError
 from draftsmith.decode import Decoder, SamplingParams
 from draftsmith.decode.loop import Generation
@@ -17,20 +17,19 @@ from draftsmith.decode.policies import make_policy
 from draftsmith.decode.sampling import GumbelNoise
 from draftsmith.decode.schedule import Batch, Request
 from draftsmith.decode.stack import KVCache
-from test_loop import assemble, save_target
 
 PROMPTS = ["Hello world", "SELECT a FROM b", "x", "A longer prompt, of which a batch has to hold every token."]
 POLICIES = ["ar", "fixed(3)", "mtv(3,2,1)", "lookup(3)", "hybrid(4)", "paper", "goodput"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("target"))
+@pytest.fixture
+def folder(printable: Path) -> Path:
+    return printable
 
 
-@pytest.fixture(scope="module")
-def decoder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return assemble(folder, tmp_path_factory.mktemp("bundle") / "bundle")
+@pytest.fixture
+def decoder(plain: Decoder) -> Decoder:
+    return plain
 
 
 def options(**changes: Any) -> SamplingParams:
@@ -246,9 +245,7 @@ def test_many_requests_leave_memory_flat(decoder: Decoder, policy: str, requests
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A stock model of the same tokenizer, with a vocabulary padded further."""
     out = tmp_path_factory.mktemp("small")
-    make_target_model(seed=8, num_hidden_layers=1, vocab_size=272).save_pretrained(out)
-    make_tokenizer().save_pretrained(out)
-    return out
+    return save_model(out, make_target_model(seed=8, num_hidden_layers=1, vocab_size=272))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -256,9 +253,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_stock_model_drafts(folder: Path, small: Path, tmp_path: Path, family: str, sampling: dict[str, Any]) -> None:
     draft = small
     if family != "llama":
-        draft = tmp_path / "draft"
-        make_target_model(seed=8, family=family).save_pretrained(draft)
-        make_tokenizer().save_pretrained(draft)
+        draft = save_model(tmp_path / "draft", make_target_model(seed=8, family=family))
     pair = Decoder.pair(str(folder), str(draft))
     expected = Decoder.pair(str(folder)).generate("Hello", options(**sampling), "ar").token_ids
     for policy in ("fixed(3)", "mtv(2,2)", "hybrid(3)", "goodput", "paper"):
@@ -286,8 +281,7 @@ def test_a_target_alone_has_the_lookup(folder: Path) -> None:
 
 
 def test_a_draft_that_lacks_the_last_tokens_of_the_target(folder: Path, tmp_path: Path) -> None:
-    make_target_model(seed=8, num_hidden_layers=1, vocab_size=200, pad_token_id=None).save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
+    save_model(tmp_path, make_target_model(seed=8, num_hidden_layers=1, vocab_size=200, pad_token_id=None))
     pair = Decoder.pair(str(folder), str(tmp_path))
     prompt = [255, 3, 254, 9]
     for policy in ("fixed(3)", "mtv(2,2)", "paper"):
@@ -295,9 +289,7 @@ def test_a_draft_that_lacks_the_last_tokens_of_the_target(folder: Path, tmp_path
 
 
 def test_a_draft_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
-    make_target_model(seed=8, num_hidden_layers=1).save_pretrained(tmp_path)
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
+    save_model(tmp_path, make_target_model(seed=8, num_hidden_layers=1))
     file = tmp_path / "tokenizer.json"
     swapped = file.read_text().replace('"!": ', '"@@": ').replace('"#": ', '"!": ').replace('"@@": ', '"#": ')
     assert swapped != file.read_text()

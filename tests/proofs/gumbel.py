@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from conftest import make_bundle, make_draft, make_target_model, make_tokenizer  # noqa: E402
+from conftest import make_bundle, make_draft, save_model  # noqa: E402
 
 TREES = ("mtv(2,2,1,1)", "mtv(8,4,2)", "mtv(1,1,4)")
 LOOKUPS = ("lookup(4)", "lookup(16)", "hybrid(4)")
@@ -41,8 +41,7 @@ SEEDS, TEXTS = 4, 4000
 
 def tiny_decoders(folder: Path) -> dict[str, Decoder]:
     """One target with each kind of draft, in float64."""
-    make_target_model().save_pretrained(folder / "target")
-    make_tokenizer().save_pretrained(folder / "target")
+    save_model(folder / "target")
     made = {}
     for name in ("layers of the target", "random weights", "the target itself"):
         target = load_target(str(folder / "target"), dtype=torch.float64)

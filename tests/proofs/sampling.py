@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from conftest import make_bundle, make_draft, make_target_model, make_tokenizer  # noqa: E402
+from conftest import make_bundle, make_draft, save_model  # noqa: E402
 
 COUNT = int(sys.argv[1]) if len(sys.argv) > 1 else 20000
 LENGTH, SLOTS, LEAST, BIAS = 4, 50, 10, 0.02
@@ -94,9 +94,7 @@ def difference(a: Texts, b: Texts) -> float:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as work:
-        folder = Path(work) / "target"
-        make_target_model().save_pretrained(folder)
-        make_tokenizer().save_pretrained(folder)
+        folder = save_model(Path(work) / "target")
         target = load_target(str(folder))
         bundle = make_bundle(Path(work) / "bundle", target, make_draft(target, head=250), str(folder))
         decoder = Decoder.assemble(target, load_bundle(bundle))
