@@ -1,12 +1,17 @@
-"""Packing documents into fixed blocks, with attention that does not cross documents or answers."""
+"""Packing documents into fixed blocks, with attention that does not cross documents or answers.
+
+Documents whose prompts begin alike are merged first, so that the beginning is computed once for all of them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 
+from .prefixes import common_prefix, families
 from .teacher_cache import Document
 
 
@@ -28,6 +33,77 @@ def truncate(document: Document, length: int) -> Document:
     keep = document.row_token < length
     return Document(document.tokens[:length], document.branch[:length], document.row_token[keep],
                     document.top_ids[keep], document.top_logp[keep], document.tail[keep])
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Documents laid out as one: their numbers, how many leading tokens they share, and the tokens in all."""
+
+    documents: tuple[int, ...]
+    shared: int
+    length: int
+
+
+class Families:
+    """Documents by how their prompts begin, to be merged a blockful at a time."""
+
+    def __init__(self, documents: dict[int, Document]) -> None:
+        numbers = list(documents)
+        prompts = [documents[i].tokens[documents[i].branch == 0] for i in numbers]
+        self.whole = {i: len(documents[i].tokens) for i in numbers}
+        self.prompt = {i: len(prompt) for i, prompt in zip(numbers, prompts, strict=True)}
+        self.answers = {i: int(documents[i].branch.max()) for i in numbers}
+        self.families: list[tuple[int, list[int]]] = []  # tokens shared, the last of each prompt left out; members
+        for family in families(prompts):
+            first = prompts[family[0]]
+            shared = min(min(common_prefix(first, prompts[j]), len(prompts[j]) - 1) for j in family)
+            self.families.append((shared, [numbers[j] for j in family]))
+
+    def units(self, block: int, random: np.random.Generator) -> list[Unit]:
+        """Every document once, in random order; those of a family merged while they fit a block."""
+        out: list[Unit] = []
+        for shared, members in self.families:
+            unit: Unit | None = None
+            for i in random.permutation(members).tolist():
+                own = self.whole[i] - self.prompt[i] + max(1, self.answers[i]) * (self.prompt[i] - shared)
+                if unit and unit.length + own <= block:
+                    unit = Unit((*unit.documents, i), shared, unit.length + own)
+                    continue
+                out += [unit] if unit else []
+                unit = Unit((i,), shared, shared + own)
+            out += [unit] if unit else []
+        return [out[j] for j in random.permutation(len(out))]
+
+
+def merge(documents: list[Document], shared: int) -> Document:
+    """One document of several whose prompts have their first `shared` tokens in common.
+
+    Each answer becomes a branch that starts with the rest of its own prompt, at least its last token: a
+    prompt of several answers has that rest once an answer, and its own teacher row in the first.
+    """
+    if len(documents) == 1:
+        return documents[0]
+    tokens, branch = [documents[0].tokens[:shared]], [np.zeros(shared, np.int64)]
+    rows: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+    at, number = shared, 0
+    for document in documents:
+        prompt = np.flatnonzero(document.branch == 0)[shared:]
+        if not len(prompt):
+            raise ValueError("a prompt shares all its tokens: leave its last one to its own branch")
+        for answer in range(1, max(2, int(document.branch.max()) + 1)):
+            own = np.flatnonzero(document.branch == answer)
+            number += 1
+            tokens += [document.tokens[prompt], document.tokens[own]]
+            branch.append(np.full(len(prompt) + len(own), number))
+            place = np.full(len(document.tokens), -1)  # where the document's tokens went
+            place[own] = at + len(prompt) + np.arange(len(own))
+            if answer == 1:
+                place[prompt] = at + np.arange(len(prompt))
+            new = place[document.row_token]
+            here = new >= 0
+            rows.append((new[here], document.top_ids[here], document.top_logp[here], document.tail[here]))
+            at += len(prompt) + len(own)
+    return Document(np.concatenate(tokens), np.concatenate(branch), *map(np.concatenate, zip(*rows, strict=True)))
 
 
 @dataclass
@@ -52,6 +128,21 @@ class Batch:
         same = doc[:, :, None] == doc[:, None, :]
         visible = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
         return (same & visible & (pos[:, None, :] <= pos[:, :, None]))[:, None]
+
+    def segments(self) -> list[list[tuple[int, int | None]]]:
+        """The same, block by block, as runs of tokens (their number, and the run that is their prompt, or None):
+        a token sees the whole run that is its prompt, and its own run up to itself."""
+        return [_runs(*pair) for pair in zip(self.document_BT.tolist(), self.branch_BT.tolist(), strict=True)]
+
+
+def _runs(document_T: list[int], branch_T: list[int]) -> list[tuple[int, int | None]]:
+    out: list[tuple[int, int | None]] = []
+    prompt = 0
+    for (_, branch), tokens in groupby(zip(document_T, branch_T, strict=True)):
+        if branch == 0:
+            prompt = len(out)
+        out.append((len(list(tokens)), None if branch == 0 else prompt))
+    return out
 
 
 def pack(lengths: list[int], block: int) -> list[list[int]]:

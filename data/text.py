@@ -1,15 +1,21 @@
-"""Corpora of prompts and documents: JSON lines and plain text."""
+"""Corpora of prompts and documents: JSON lines, Parquet, plain text, and datasets of the Hugging Face hub."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .io import DraftsmithError, read_json, read_jsonl, sha256_json
 
 Messages = list[dict[str, str]]
-BINARY = (".json", ".parquet", ".arrow", ".gz", ".zst", ".zip")  # would be read as text, and make no sense
+BINARY = (".json", ".arrow", ".gz", ".zst", ".zip")  # would be read as text, and make no sense
+HUB = "hf:"  # before the name of a dataset of the hub: hf:NAME or hf:NAME@SPLIT
+SHUFFLED = 10_000  # rows of a streamed dataset among which the next one is drawn
+# Who speaks in ShareGPT's `conversations`.
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+                  "bing": "assistant", "bard": "assistant", "system": "system"}
 
 
 @dataclass(frozen=True)
@@ -23,9 +29,11 @@ class Sample:
 
 
 def parse_row(row: dict[str, Any], where: str, index: int, schemas: dict[str, str] | None = None) -> Sample:
-    """Read `{"messages": [...]}`, `{"prompt": "..."}` (one user turn) or `{"text": "..."}`.
+    """Read `{"messages": [...]}` (as UltraChat has them), `{"conversations": [...]}` (as ShareGPT), `{"prompt": "..."}`
+    (one user turn) or `{"text": "..."}`.
 
-    With `schemas` (database id to CREATE TABLE text) also `{"db_id": ..., "question": ...}`, as in Spider.
+    Also questions about tables: `{"question": ..., "context": "CREATE TABLE ..."}`, and with `schemas` (database
+    id to CREATE TABLE text) `{"db_id": ..., "question": ...}`, as in Spider.
     Raises `DraftsmithError` naming `where` for a row with none of these or with malformed messages.
     """
     sample_id, kind = str(row.get("id", index)), str(row.get("kind", "text"))
@@ -38,30 +46,75 @@ def parse_row(row: dict[str, Any], where: str, index: int, schemas: dict[str, st
         if not valid:
             raise DraftsmithError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
         return Sample(sample_id, kind, messages=[{"role": m["role"], "content": m["content"]} for m in messages])
+    if "conversations" in row:
+        return Sample(sample_id, "chat", messages=_sharegpt(row["conversations"], where))
     if isinstance(row.get("prompt"), str):
         return Sample(sample_id, kind, messages=[{"role": "user", "content": row["prompt"]}])
-    if schemas is not None and isinstance(row.get("question"), str):
-        if row.get("db_id") not in schemas:
-            raise DraftsmithError(f"{where}: no schema for database '{row.get('db_id')}'")
-        text = f"{schemas[row['db_id']]}\n\nWrite one SQL query, nothing else: {row['question']}"
-        return Sample(sample_id, "sql", messages=[{"role": "user", "content": text}])
+    if isinstance(row.get("question"), str):
+        tables = row.get("context")
+        if schemas is not None and "db_id" in row:
+            if row["db_id"] not in schemas:
+                raise DraftsmithError(f"{where}: no schema for database '{row['db_id']}'")
+            tables = schemas[row["db_id"]]
+        if isinstance(tables, str):
+            text = f"{tables}\n\nWrite one SQL query, nothing else: {row['question']}"
+            return Sample(sample_id, "sql", messages=[{"role": "user", "content": text}])
     if isinstance(row.get("text"), str):
         return Sample(sample_id, kind, text=row["text"])
-    raise DraftsmithError(f"{where}: expected one of 'messages', 'prompt' or 'text', found {sorted(row)}")
+    raise DraftsmithError(f"{where}: expected one of 'messages', 'conversations', 'prompt' or 'text', found "
+                          f"{sorted(row)}")
+
+
+def _sharegpt(turns: Any, where: str) -> Messages:
+    """ShareGPT's turns as chat messages. Raises `DraftsmithError` for turns that are none or of an unknown speaker."""
+    if not isinstance(turns, list) or not turns or not all(
+            isinstance(t, dict) and isinstance(t.get("value"), str) and isinstance(t.get("from"), str) for t in turns):
+        raise DraftsmithError(f"{where}: 'conversations' must be a list of objects with 'from' and 'value'")
+    if unknown := [t["from"] for t in turns if t["from"] not in SHAREGPT_ROLES]:
+        raise DraftsmithError(f"{where}: unknown speaker '{unknown[0]}'; known: {', '.join(SHAREGPT_ROLES)}")
+    return [{"role": SHAREGPT_ROLES[t["from"]], "content": t["value"]} for t in turns]
+
+
+def read_parquet(path: Path) -> list[dict[str, Any]]:
+    """Rows of a Parquet file; one that is missing or damaged is named."""
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise DraftsmithError(f"{path}: no such file")
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(str(path)).to_pylist()
+    except Exception as error:  # pyarrow's own errors do not share a base class
+        raise DraftsmithError(f"{path}: not a readable Parquet file ({error})") from error
+    return [{k: v for k, v in row.items() if v is not None} for row in rows]
+
+
+def stream_hub(name: str, seed: int, count: int) -> list[dict[str, Any]]:
+    """`count` rows of a dataset of the hub, `NAME` or `NAME@SPLIT`, streamed in an order drawn from the seed."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DraftsmithError(f"{HUB}{name} needs the package datasets: pip install 'draftsmith[train]'") from error
+    dataset, _, split = name.partition("@")
+    try:
+        stream = datasets.load_dataset(dataset, split=split or "train", streaming=True)
+        return [dict(row) for row in stream.shuffle(seed=seed, buffer_size=SHUFFLED).take(count)]
+    except Exception as error:  # of the network, of the hub, or of the dataset's own files
+        raise DraftsmithError(f"{HUB}{name}: cannot be read ({str(error).splitlines()[0] if str(error) else error!r}); "
+                              "is the name right, and is there a network?") from error
 
 
 def read_samples(path: str | Path, schemas: str | Path | None = None) -> list[Sample]:
-    """Read a `.jsonl` file of rows, or any other file as plain text with blank-line separated documents.
+    """Read a `.jsonl` or `.parquet` file of rows, or any other file as plain text with blank-line separated documents.
 
     `schemas`: a JSON object of CREATE TABLE texts by database id, for rows that name a database.
     """
     path = Path(path).expanduser()
-    if path.suffix == ".jsonl":
-        rows = read_jsonl(path)
+    if path.suffix in (".jsonl", ".parquet"):
+        rows = read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path)
         tables = read_json(schemas) if schemas is not None else None
         samples = [parse_row(row, f"{path}, row {i + 1}", i, tables) for i, row in enumerate(rows)]
     elif path.suffix in BINARY:
-        raise DraftsmithError(f"{path}: expected .jsonl or plain text, not {path.suffix}")
+        raise DraftsmithError(f"{path}: expected .jsonl, .parquet or plain text, not {path.suffix}")
     else:
         if not path.is_file():
             raise DraftsmithError(f"{path}: no such file")
@@ -75,6 +128,32 @@ def read_samples(path: str | Path, schemas: str | Path | None = None) -> list[Sa
             raise DraftsmithError(f"{path}, row {number}: the id '{sample.id}' occurs twice")
         seen.add(sample.id)
     return samples
+
+
+def read_sources(shares: dict[str, float], schemas: str | Path | None, seed: int, count: int) -> list[Sample]:
+    """`count` samples of several files or datasets, each one's in an order drawn from the seed, mixed in these shares.
+
+    A larger count continues a smaller one. Where a file is used up the others go on. Raises as `read_samples`
+    does.
+    """
+    left = {}
+    for number, path in enumerate(shares):
+        if path.startswith(HUB):
+            rows = stream_hub(path.removeprefix(HUB), seed, count)
+            samples = [parse_row(row, f"{path}, row {i + 1}", i) for i, row in enumerate(rows)]
+        else:
+            samples = read_samples(path, schemas)
+            random.Random(f"{seed} {number}").shuffle(samples)
+        if len(shares) > 1:  # ids are unique in one file only
+            samples = [replace(s, id=f"{Path(path).stem}/{s.id}") for s in samples]
+        left[path] = samples[::-1]
+    taken = dict.fromkeys(shares, 0)
+    out: list[Sample] = []
+    while len(out) < count and any(left.values()):
+        path = min((p for p in shares if left[p]), key=lambda p: (taken[p] + 1) / shares[p])
+        taken[path] += 1
+        out.append(left[path].pop())
+    return out
 
 
 def corpus_hash(samples: list[Sample]) -> str:

@@ -3,7 +3,8 @@
 Columns: `prompt` (id), `position` (emitted tokens before the decision), `features` (list of floats: mean
 target input embedding of the last 8 tokens, then the target's last hidden state, then scalars),
 `acceptance` (variants x 8, flattened: sum of min(p, q) at each of the next 8 positions by teacher forcing
-over the text that was emitted; NaN past its end), `variant` (the one in use), `drafted`, `accepted`.
+over the text that was emitted; NaN past its end), `variant` (the one in use), `drafted`, `accepted`,
+`confidence` (ppl_target / ppl_draft over the context so far, cut at 1; NaN before any is known).
 File metadata holds the variants' names, their measured step costs, the verification costs in seconds,
 the temperature, and the hashes of the bundle and of the prompts.
 """
@@ -34,6 +35,7 @@ class Traces:
     variant_N: np.ndarray
     drafted_N: np.ndarray
     accepted_N: np.ndarray
+    confidence_N: np.ndarray
     meta: dict[str, Any]
 
     def __len__(self) -> int:
@@ -43,7 +45,7 @@ class Traces:
         """The given rows (a boolean mask) as traces of their own."""
         return Traces([p for p, r in zip(self.prompt_N, rows, strict=True) if r], self.position_N[rows],
                       self.features_NF[rows], self.acceptance_NAH[rows], self.variant_N[rows],
-                      self.drafted_N[rows], self.accepted_N[rows], self.meta)
+                      self.drafted_N[rows], self.accepted_N[rows], self.confidence_N[rows], self.meta)
 
 
 def write_traces(path: str | Path, traces: Traces) -> None:
@@ -60,6 +62,7 @@ def write_traces(path: str | Path, traces: Traces) -> None:
         "variant": traces.variant_N.astype(np.int32),
         "drafted": traces.drafted_N.astype(np.int32),
         "accepted": traces.accepted_N.astype(np.int32),
+        "confidence": traces.confidence_N.astype(np.float32),
     })
     table = table.replace_schema_metadata({META_KEY: json.dumps(traces.meta).encode()})
     with atomic_path(path) as aside:
@@ -90,7 +93,10 @@ def read_traces(path: str | Path) -> Traces:
         columns = pq.read_table(str(path)).to_pydict()
     except Exception as error:
         raise DraftsmithError(f"{path}: truncated or damaged trace file ({error})") from error
+    if "confidence" not in columns:
+        raise DraftsmithError(f"{path}: written by an earlier release; delete it and run train/trace.py again")
     n, variants = len(columns["prompt"]), len(meta["variants"])
     return Traces(columns["prompt"], np.array(columns["position"]), np.array(columns["features"], np.float32),
                   np.array(columns["acceptance"], np.float32).reshape(n, variants, HORIZON),
-                  np.array(columns["variant"]), np.array(columns["drafted"]), np.array(columns["accepted"]), meta)
+                  np.array(columns["variant"]), np.array(columns["drafted"]), np.array(columns["accepted"]),
+                  np.array(columns["confidence"], np.float32), meta)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from draftsmith.data.prefixes import common_prefix, families, worth_sharing
 from draftsmith.data.teacher_cache import teacher_rows
 
 from .runner import Runner
@@ -43,18 +44,21 @@ def write_answers(
     """Yield `answers` answers to every prompt as they finish.
 
     Answer i is sampled at temperatures[i % len]. Prompts are taken longest first, so that rows in flight
-    have similar lengths; finished rows are refilled at once, and a row whose prompt is already in another
-    slot copies its cache instead of running it again. `teacher_k` > 0 records the target's top-k rows.
+    have similar lengths, those which begin alike one after the other: what lies in a slot of the cache
+    already is copied there instead of being run again. Finished rows are refilled at once. `teacher_k` > 0
+    records the target's top-k rows.
     `numbers` are the prompts' numbers in the whole corpus (default: from 0): randomness is keyed by them, so
     that a resumed job, or one on several ranks, writes the same text.
     """
     sampler = _Sampler([SamplingParams(temperature=t) for t in temperatures], seed,
                        range(len(prompts)) if numbers is None else numbers, teacher_k, teacher_temperature)
-    order = sorted(range(len(prompts)), key=lambda j: (-len(prompts[j]), j))
-    todo = deque((j, i) for j in order for i in range(answers))
+    alike = [sorted(family, key=lambda j: (-len(prompts[j]), j)) for family in families(prompts)]
+    alike.sort(key=lambda family: (-len(prompts[family[0]]), family[0]))
+    todo = deque((j, i) for family in alike for j in family for i in range(answers))
     slots = max(1, min(slots, len(todo), runner.max_batch or slots))
     longest = max((len(p) for p in prompts), default=0)
-    return _Batch(runner, prompts, todo, slots, longest + max_tokens, max_tokens, eos_ids, sampler).run()
+    capacity = longest + max(max_tokens, PREFILL_SPREAD)
+    return _Batch(runner, prompts, todo, slots, capacity, max_tokens, eos_ids, sampler).run()
 
 
 @dataclass
@@ -96,8 +100,7 @@ class _Batch:
         self.max_tokens, self.eos_ids = max_tokens, eos_ids
         self.cache = runner.new_cache(slots, capacity)
         self.active: list[Answer | None] = [None] * slots
-        self.resident: list[int | None] = [None] * slots  # whose prompt lies in the slot
-        self.first_logits: dict[int, torch.Tensor] = {}  # [V], of the prompts whose answers are being started
+        self.held: list[list[int]] = [[] for _ in range(slots)]  # the tokens of a prompt that lie in each slot
 
     @torch.no_grad()
     def run(self) -> Iterator[Answer]:
@@ -108,7 +111,7 @@ class _Batch:
             for s in slots:
                 if self.active[s] is None:
                     self.cache.crop(0, s)
-                    self.resident[s] = None
+                    self.held[s] = []
             ids = torch.tensor([[a.ids[-1] if a else 0] for a in self.active], device=self.runner.device)
             _, logits = self.runner.forward(ids, self.cache)
             rows = [s for s in slots if self.active[s] is not None]
@@ -126,58 +129,60 @@ class _Batch:
     def fill(self) -> Iterator[Answer]:
         """Start answers in the free slots until all are taken or none is left to start."""
         while self.todo and None in self.active:
-            free = [s for s, answer in enumerate(self.active) if answer is None]
-            new = [self.todo.popleft() for _ in range(min(len(free), len(self.todo)))]
-            started = [n for n in new if n[0] in self.first_logits]  # of the prompt that was read last, if any
-            for job, index in started:
-                # Where the prompt lies, if that is free: overwritten, it could not be copied to the next.
-                slot = next((s for s in free if self.resident[s] == job), free[0])
-                free.remove(slot)
-                self.start(slot, job, index)
-            unread = list(dict.fromkeys(job for job, _ in new[len(started) :]))
-            slot_of, free = dict(zip(unread, free, strict=False)), free[len(unread) :]
-            self.read(slot_of)
-            for job, index in new[len(started) :]:
-                self.start(slot_of.pop(job) if job in slot_of else free.pop(0), job, index)
-            last = new[-1][0]
-            self.first_logits = {last: self.first_logits[last]}
+            self.read(self.place())
             yield from self.finished()
 
-    def start(self, slot: int, job: int, index: int) -> None:
-        """Begin an answer to a prompt that lies in some slot."""
-        length = len(self.prompts[job])
-        if self.resident[slot] == job:
-            self.cache.crop(length, slot)
-        else:
-            self.cache.copy_prefix(self.resident.index(job), slot, length)
-        answer = Answer(job, index)
-        self.resident[slot], self.active[slot] = job, answer
-        self.sampler.take(self.first_logits[job][None], [answer])
+    def place(self) -> dict[int, Answer]:
+        """The next answers to start by their slots, which hold the beginnings of their prompts that lay in the
+        cache already. A prompt that shares more with one of these waits until that one has been read."""
+        free = [s for s, answer in enumerate(self.active) if answer is None]
+        placed: dict[int, Answer] = {}
+        while free and self.todo:
+            job, index = self.todo[0]
+            prompt = self.prompts[job]
+            source, shared = self._longest(prompt)
+            ahead = max((common_prefix(prompt, self.prompts[a.job]) for a in placed.values()), default=0)
+            if worth_sharing(min(ahead, len(prompt) - 1) - shared, len(prompt)):
+                break
+            self.todo.popleft()
+            slot = source if source in free else free[0]
+            free.remove(slot)
+            if slot != source and shared:
+                self.cache.copy_prefix(source, slot, shared)
+            self.cache.crop(shared, slot)
+            self.held[slot] = prompt[:shared]
+            placed[slot] = Answer(job, index)
+        return placed
 
-    def read(self, slot_of: dict[int, int]) -> None:
-        """Run prompts in their slots: those beside each other and of similar length in one pass."""
+    def _longest(self, prompt: list[int]) -> tuple[int, int]:
+        """The slot that holds the longest beginning of `prompt`, its last token left to be read, and its length."""
+        lengths = [min(common_prefix(prompt, held), len(prompt) - 1) for held in self.held]
+        source = max(range(len(lengths)), key=lambda s: (lengths[s], self.active[s] is None, -s))
+        return source, lengths[source] if worth_sharing(lengths[source], len(prompt)) else 0
+
+    def read(self, placed: dict[int, Answer]) -> None:
+        """Run what is missing of the prompts, those beside each other and of similar length in one pass."""
+        missing = {s: self.prompts[placed[s].job][len(self.held[s]) :] for s in sorted(placed)}
         group: list[int] = []
-        for job, slot in slot_of.items():
-            longest = len(self.prompts[group[0]]) if group else 0
-            if group and (slot != slot_of[group[-1]] + 1 or longest - len(self.prompts[job]) > PREFILL_SPREAD
-                          or longest * (len(group) + 1) > PREFILL_ROWS):
-                self._read(group, slot_of[group[0]])
+        for slot, rest in missing.items():
+            lengths = [len(missing[s]) for s in group] + [len(rest)]
+            if group and (slot != group[-1] + 1 or max(lengths) - min(lengths) > PREFILL_SPREAD
+                          or max(lengths) * len(lengths) > PREFILL_ROWS):
+                self._read(group, [missing[s] for s in group], placed)
                 group = []
-            group.append(job)
-        if group:
-            self._read(group, slot_of[group[0]])
+            group.append(slot)
+        self._read(group, [missing[s] for s in group], placed)
+        for slot, answer in placed.items():
+            self.held[slot], self.active[slot] = self.prompts[answer.job], answer
 
-    def _read(self, jobs: list[int], first: int) -> None:
-        lengths = [len(self.prompts[job]) for job in jobs]
-        slots = range(first, first + len(jobs))
-        for s in slots:
-            self.cache.crop(0, s)
+    def _read(self, slots: list[int], rests: list[list[int]], placed: dict[int, Answer]) -> None:
+        longest, shortest = max(map(len, rests)), min(map(len, rests))
         # What is past the end of a shorter prompt is seen by nothing before it, and forgotten.
-        ids = torch.tensor([self.prompts[job] + [0] * (lengths[0] - n) for job, n in zip(jobs, lengths, strict=True)],
-                           device=self.runner.device)
-        keep = lengths[0] - lengths[-1] + 1
-        _, logits = self.runner.forward(ids, self.cache, keep, slots if len(self.active) > 1 else None)
-        for row, (job, s) in enumerate(zip(jobs, slots, strict=True)):
-            self.cache.crop(lengths[row], s)
-            self.resident[s] = job
-            self.first_logits[job] = logits[row, lengths[row] - lengths[-1]].clone()
+        ids = torch.tensor([rest + [0] * (longest - len(rest)) for rest in rests], device=self.runner.device)
+        where = range(slots[0], slots[-1] + 1) if len(self.active) > 1 else None
+        _, logits = self.runner.forward(ids, self.cache, longest - shortest + 1, where)
+        rows = []
+        for row, (slot, rest) in enumerate(zip(slots, rests, strict=True)):
+            self.cache.crop(len(self.held[slot]) + len(rest), slot)
+            rows.append(logits[row, len(rest) - shortest])
+        self.sampler.take(torch.stack(rows), [placed[s] for s in slots])

@@ -1,7 +1,8 @@
 """Policy `goodput`: the proposer, variant, length and tree that maximise tokens per second at measured costs.
 
 Per round it maximises (1 + sum_i prod_{j<=i} a_j) / (k * draft step + v(k + 1)) over variants, the lookup and k,
-k = 0 included. Within the round it goes on drafting while the next token's expected gain, judged by a logistic
+k = 0 included. A gate, where there is one that beat every fixed variant, proposes the variant; whether and how far
+that one drafts, and whether the lookup does instead, is still decided by measured cost. Within the round it goes on drafting while the next token's expected gain, judged by a logistic
 on the draft's top-2 margin, exceeds what the same time earns at the planned rate; and the drafted chain gets those
 side branches whose gain exceeds what a row more in the pass costs.
 """
@@ -12,6 +13,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from draftsmith.distill.gate import Gate
 from draftsmith.distill.variants import DraftShape, Variant
 
 from .costs import MAX_DRAFT, PROBE_CONTEXT, Costs
@@ -20,6 +22,7 @@ from .policies import Plan, PolicyBase, Round, View
 PRIOR_ACCEPTANCE = 0.6  # before calibration
 LEARNING_RATE = 0.1
 SHIFT_LIMIT = 3.0
+GATE_INTERVAL = 8  # emitted tokens between two questions to the gate
 PROBE_START, PROBE_MAX, PROBE_TOKENS = 8, 128, 2
 MARGIN_CAP = 10.0
 # How often, after a rejection, the target's token is the draft's second and its third choice, at first.
@@ -47,10 +50,15 @@ class Goodput(PolicyBase):
     wants_margin = True
     wants_lookup = True
     max_width = 1 + len(RUNNERS_UP)
-    learns = ("intercept", "slope", "shift", "runners_up", "matched", "idle", "probe_interval", "idle_rounds")
+    learns = ("intercept", "slope", "shift", "runners_up", "matched", "idle", "probe_interval", "idle_rounds",
+              "proposed", "since_gate")
 
-    def __init__(self, shape: DraftShape | None, costs: Costs, calibration: dict[str, Any]) -> None:
-        self.variants, self.costs = shape.variants() if shape else [], costs
+    def __init__(self, shape: DraftShape | None, costs: Costs, calibration: dict[str, Any],
+                 gate: Gate | None = None) -> None:
+        self.shape, self.gate, self.costs = shape, gate, costs
+        self.variants = shape.variants() if shape else []
+        self.proposed: Variant | None = None  # by the gate
+        self.since_gate = GATE_INTERVAL
         prior = calibration.get("acceptance", {})
         self.base = {v.name: logit(prior.get(v.name, PRIOR_ACCEPTANCE)) for v in self.variants}
         self.intercept, self.slope = calibration.get("margin", [0.0, 0.5])
@@ -80,7 +88,7 @@ class Goodput(PolicyBase):
                 if rate > best[0]:
                     best = (rate, replace(plan, max_tokens=k))
 
-        for variant in self.variants:
+        for variant in [self.proposed] if self.proposed else self.variants:
             consider(sigmoid(self.base[variant.name] + self.shift), self.costs.draft_step(variant.name, view.context),
                      view.max_draft, Plan(variant))
         matched, rest = view.match
@@ -92,6 +100,8 @@ class Goodput(PolicyBase):
         self.context, self.batch, self.branches = view.context, view.batch, view.cheap_trees
         if view.max_depth == 0:
             return self._alone()
+        if self.gate is not None and self.shape is not None and self.since_gate >= GATE_INTERVAL:
+            self.proposed, self.since_gate = self.shape.choose(float(self.gate(view.features()[None]))), 0
         self.rate, plan = self.best(view)
         self.probing = False
         if plan.lookup:
@@ -149,6 +159,7 @@ class Goodput(PolicyBase):
         return widths
 
     def observe(self, finished: Round) -> None:
+        self.since_gate += finished.emitted
         if finished.variant is None:
             self.idle += finished.emitted
             self.idle_rounds += int(not finished.matched)

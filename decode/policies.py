@@ -257,7 +257,7 @@ def make_policy(name: str | None, context: PolicyContext) -> Policy:
     if found := re.fullmatch(r"lookup\(\s*(\d+)\s*\)", name):
         return LookupOnly(int(found[1]))
     if name == "goodput" and context.costs is not None:  # without a draft it weighs the lookup alone
-        return Goodput(context.shape, context.costs, context.goodput)
+        return Goodput(context.shape, context.costs, context.goodput, context.gate)
     fixed = re.fullmatch(r"fixed\(\s*(\d+)\s*(?:,\s*([^)]+?)\s*)?\)", name)
     tree = re.fullmatch(r"mtv\(\s*(\d+(?:\s*,\s*\d+)*)\s*\)", name)
     hybrid = re.fullmatch(r"hybrid\(\s*(\d+)\s*\)", name)

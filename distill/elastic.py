@@ -8,13 +8,16 @@ measured importance.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 from draftsmith.data import DraftsmithError
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, LlamaConfig, PretrainedConfig
 
+from .attention import NAME, Runs
 from .variants import DraftShape
 
 # Families whose layers have a gated feed-forward block and whose cache the lean runner understands.
@@ -59,6 +62,8 @@ class ElasticDraft(nn.Module):
     """
 
     head_ids: torch.Tensor
+    embed: torch.Tensor
+    head: torch.Tensor
 
     def __init__(
         self, config: PretrainedConfig, shape: DraftShape, embed_VH: torch.Tensor, head_DH: torch.Tensor,
@@ -69,14 +74,16 @@ class ElasticDraft(nn.Module):
             raise DraftsmithError(f"a draft of {shape.layers} layers cannot have an exit after {shape.exit}")
         small = copy.deepcopy(config)
         small.vocab_size, small.pad_token_id = 1, None  # the stock embedding is not used
-        stock: Any = AutoModel.from_config(small, attn_implementation="sdpa")
+        stock: Any = AutoModel.from_config(small, attn_implementation=NAME)
         self.config, self.shape = config, shape
         self.layers = stock.layers
         self.rotary = stock.rotary_emb
         self.norms = nn.ModuleDict({str(depth): copy.deepcopy(stock.norm) for depth in (shape.exit, shape.layers)})
-        self.embed = nn.Parameter(embed_VH.clone(), requires_grad=False)
-        self.head = nn.Parameter(head_DH.clone(), requires_grad=False)
+        # Buffers: frozen, and whole on every rank however the parameters are spread over them.
+        self.register_buffer("embed", embed_VH.clone(), persistent=False)
+        self.register_buffer("head", head_DH.clone())
         self.register_buffer("head_ids", head_ids_D.clone())
+        self.recompute = False  # activations of a layer in the backward pass, instead of keeping them
         self._width_BT: torch.Tensor | None = None
         for layer in self.layers:
             layer.mlp.down_proj.register_forward_pre_hook(self._mask_neurons)
@@ -88,23 +95,32 @@ class ElasticDraft(nn.Module):
         return (args[0] * (neurons < self._width_BT[..., None]),)
 
     def forward(
-        self, ids_BT: torch.Tensor, position_BT: torch.Tensor, mask_B1TT: torch.Tensor,
-        width_BT: torch.Tensor | None = None,
+        self, ids_BT: torch.Tensor, position_BT: torch.Tensor, mask_B1TT: torch.Tensor | None = None,
+        width_BT: torch.Tensor | None = None, runs: Runs | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Normed hidden states [B, T, H] by exit depth; `width_BT` neurons a token, None for all."""
+        """Normed hidden states [B, T, H] by exit depth; `width_BT` neurons a token, None for all.
+
+        What a token sees is said by a mask, or by runs of tokens (`distill.attention`)."""
         x = nn.functional.embedding(ids_BT, self.embed)
-        rotary = self.rotary(x, position_BT)
-        self._width_BT = width_BT
+        seen = {"attention_mask": mask_B1TT, "position_embeddings": self.rotary(x, position_BT),
+                "position_ids": position_BT, "runs": runs}
         exits = {}
+        for i, layer in enumerate(self.layers, 1):
+            call = partial(self._layer, layer, width_BT, seen)
+            x = checkpoint(call, x, use_reentrant=False) if self.recompute and self.training else call(x)
+            if str(i) in self.norms:
+                exits[i] = self.norms[str(i)](x)
+        return exits
+
+    def _layer(self, layer: nn.Module, width_BT: torch.Tensor | None, seen: dict[str, Any],
+               x_BTH: torch.Tensor) -> torch.Tensor:
+        """One layer at these widths, also where the backward pass computes it once more."""
+        self._width_BT = width_BT
         try:
-            for i, layer in enumerate(self.layers, 1):
-                out = layer(x, attention_mask=mask_B1TT, position_embeddings=rotary, position_ids=position_BT)
-                x = out[0] if isinstance(out, tuple) else out
-                if str(i) in self.norms:
-                    exits[i] = self.norms[str(i)](x)
+            out = layer(x_BTH, **seen)
         finally:
             self._width_BT = None
-        return exits
+        return out[0] if isinstance(out, tuple) else out
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Logits over the trimmed head, [R, D]."""
@@ -115,4 +131,4 @@ class ElasticDraft(nn.Module):
 
         The embedding is left out: it is the target's, frozen, and is taken from the target at load.
         """
-        return {k: v.detach().clone().contiguous() for k, v in self.state_dict().items() if k != "embed"}
+        return {k: v.detach().clone().contiguous() for k, v in self.state_dict().items()}

@@ -10,6 +10,7 @@
 #   bash scripts/prove.sh resume              five SIGKILLs, the same weights and optimiser state
 #   bash scripts/prove.sh wheel               the built wheel decodes without the training extras
 #   bash scripts/prove.sh engine [BUNDLE]     the engine against the machine's floor and against transformers
+#   bash scripts/prove.sh speed BUNDLE [N [KINDS]]   the loop against plain, fixed-length and transformers' decoding
 #   bash scripts/prove.sh quickstart          fresh clone to validated decoder within 25 minutes
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -17,6 +17,7 @@ from draftsmith.data.teacher_cache import load_manifest
 from draftsmith.data.traces import Traces, read_traces
 from draftsmith.decode.bundle import Manifest, save_bundle
 from draftsmith.decode.target import load_description
+from draftsmith.distill.calibrate import Calibration, calibrate
 from draftsmith.distill.gate import (
     Gate,
     GateReport,
@@ -56,7 +57,7 @@ class GateModule(nn.Module):
         rows = rows.to(self.features.device)
         weights = soft_weights(self.gate(self.features[rows]), self.edges)
         tokens, seconds = (weights * self.tokens[rows]).sum(), (weights * self.seconds[rows]).sum()
-        rate = (tokens / seconds).detach()  # of this batch: the running ratio of sums
+        rate = (tokens / seconds.clamp_min(1e-9)).detach()  # of this batch: the running ratio of sums
         # Divided by lambda, so that the loss is in tokens however fast the machine is.
         return rate * seconds - tokens, {"tokens_per_round": (tokens.detach(), len(rows)),
                                          "tokens_per_second": (rate, 1)}
@@ -123,16 +124,19 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def write_bundle(recipe: Recipe, gate: Gate, report: GateReport, traces: Traces, inputs: str) -> None:
+def write_bundle(recipe: Recipe, gate: Gate, report: GateReport, traces: Traces, fitted: Calibration,
+                 inputs: str) -> None:
     facts = read_json(recipe.draft_dir / "draft.json")
     target = load_manifest(recipe.cache_dir).target
     meta = traces.meta
     manifest = Manifest(
         target=target, draft={"config": facts["config"], "shape": facts["shape"]},
         policy={"default": recipe.bundle.policy, "variant": report.best_fixed, "use_gate": report.beats_fixed,
-                "paper": recipe.bundle.paper,
+                # What the recipe says of a threshold stands.
+                "paper": {"tau": fitted.tau, "stop_acceptance": fitted.stop_acceptance, **recipe.bundle.paper},
                 "goodput": {"acceptance": acceptance_by_variant(traces), "margin": meta["margin"]}},
-        gate={"features": gate.inner.in_features, "hidden": gate.inner.out_features, "report": asdict(report)},
+        gate={"features": gate.inner.in_features, "hidden": gate.inner.out_features, "report": asdict(report),
+              "calibration": asdict(fitted)},
         costs=meta.get("costs", {}), provenance={**provenance(recipe, facts["recipe"]), "inputs": inputs},
         evaluation={"heldout": facts["heldout"]},
     )
@@ -154,7 +158,11 @@ def main() -> None:
     # Another policy or threshold makes another bundle, not another gate.
     gate, report = train_gate(recipe, traces, shape, inputs_hash(recipe, ["gate"], traces=traces.meta["inputs"]))
     if torch.distributed.get_rank() == 0:
-        write_bundle(recipe, gate, report, traces, inputs)
+        fitted = calibrate(traces, report.best_fixed, recipe.gate.k)
+        write_bundle(recipe, gate, report, traces, fitted, inputs)
+        say(f"gate: policy paper: tau = {fitted.tau:.2f}, stops below an acceptance of {fitted.stop_acceptance:.2f}; "
+            f"{1 / fitted.seconds:.1f} tokens/s in the traces, {1 / fitted.seconds_always:.1f} speculating always, "
+            f"{1 / fitted.seconds_never:.1f} never")
     say(f"gate: on {report.rows} held-out decisions {report.gate:.1f} tokens/s; best fixed variant {report.best_fixed} "
         f"{report.fixed[report.best_fixed]:.1f}; oracle {report.oracle:.1f} (regret {report.regret:.1%} against "
         f"{report.regret_best_fixed:.1%})")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .checkpoint import load_checkpoint, save_checkpoint
-from .stage import rank, say
+from .stage import Terminated, rank, say
 
 
 @dataclass
@@ -37,6 +40,27 @@ class Settings:
     accumulation: int = 1
     zero_stage: int = 0
     save_every: int = 10**9
+    max_skipped: int = 10
+
+
+class Termination:
+    """Turns SIGTERM, which a cluster sends before it takes a machine back, into a checkpoint and an end."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before: Any = None
+
+    def __enter__(self) -> Termination:
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGTERM, self.before)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
 
 
 def ensure_distributed() -> None:
@@ -71,7 +95,8 @@ def make_engine(module: nn.Module, settings: Settings, micro_batch: int) -> Any:
     import deepspeed
 
     parameters = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay,
+                                  fused=True)
     config = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": settings.accumulation,
@@ -82,6 +107,18 @@ def make_engine(module: nn.Module, settings: Settings, micro_batch: int) -> Any:
     }
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine
+
+
+@contextlib.contextmanager
+def whole_weights(module: nn.Module, settings: Settings) -> Iterator[None]:
+    """Within, parameters that ZeRO 3 has spread over the ranks are whole on every rank. All ranks must enter."""
+    if settings.zero_stage < 3:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        yield
 
 
 class Log:
@@ -112,8 +149,11 @@ class Log:
         if self.active:
             for key, value in values.items():
                 self.board.add_scalar(key, value, step)
-            self.file.write(json.dumps({"step": step, **values}) + "\n")
-            self.file.flush()
+            try:
+                self.file.write(json.dumps({"step": step, **values}) + "\n")
+                self.file.flush()
+            except OSError as error:
+                raise DraftsmithError(f"cannot write the log {self.file.name}: {error.strerror or error}") from error
 
     def close(self) -> None:
         if self.active:
@@ -133,7 +173,7 @@ def total(value: float, device: torch.device) -> float:
 def fit(
     module: nn.Module, batches: Callable[[int], list[Any]], count: Callable[[Any], int], settings: Settings,
     folder: Path, inputs: str, micro_batch: int = 1, evaluate: Callable[[int], dict[str, float]] | None = None,
-    eval_every: int = 10**9, discard_stale: bool = False,
+    eval_every: int = 10**9, discard_stale: bool = False, emptied: Callable[[Any], Any] = lambda batch: batch[:0],
 ) -> Any:
     """Train `module` for settings.steps steps; returns the engine.
 
@@ -141,7 +181,9 @@ def fit(
     position on resume). `module(batch)` returns the sum of losses over `count(batch)` units and
     {name: (sum, number)} of what is logged as a mean ("tokens" as a rate); gradients are normalised by the
     units of all ranks and micro-batches together. A checkpoint of other inputs is refused, or thrown away
-    where `discard_stale` says that the job is quickly done again.
+    where `discard_stale` says that the job is quickly done again. A micro-batch whose loss is not finite counts
+    for nothing (`emptied(batch)` has no unit in it); settings.max_skipped such steps in a row are an error.
+    SIGTERM ends the job after its step, with a checkpoint.
     """
     engine = make_engine(module, settings, micro_batch)
     checkpoints = folder / "checkpoints" / settings.name
@@ -154,40 +196,64 @@ def fit(
                disable=rank() != 0)
     if evaluate is not None and start == 0:
         log.scalars(0, evaluate(0))
-    for step in bar:
-        began = time.perf_counter()
-        rate = learning_rate(settings, step)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = rate
-        parts = batches(step)
-        units = total(float(sum(count(b) for b in parts)), engine.device)
-        sums: dict[str, tuple[float, float]] = {}
-        for batch in parts:
-            loss, metrics = engine(batch)
-            # DeepSpeed divides by the accumulation steps and averages over ranks; undone here, so that
-            # every unit weighs the same wherever it was.
-            engine.backward(loss * (settings.accumulation * world / units))
-            engine.step()
-            for key, (value, number) in {"loss": (loss.detach(), count(batch)), **metrics}.items():
-                before = sums.get(key, (0.0, 0.0))
-                sums[key] = (before[0] + float(value), before[1] + float(number))
-        means = {f"train/{k}": total(v, engine.device) / max(1.0, total(n, engine.device))
-                 for k, (v, n) in sums.items() if k != "tokens"}
-        if not math.isfinite(means["train/loss"]):
-            raise DraftsmithError(f"{settings.name}: the loss is not finite at step {step}; lower lr, or look at the "
-                                  "data")
-        seconds = time.perf_counter() - began
-        done = step + 1
-        scalars = {**means, "train/lr": rate, "train/rows_per_second": units / seconds}
-        if tokens := sums.get("tokens"):
-            scalars["train/tokens_per_second"] = total(tokens[0], engine.device) / seconds
-        bar.set_postfix(loss=f"{means['train/loss']:.3f}", refresh=False)
-        # Measured and logged before the checkpoint: a job resumed from it has them already.
-        if evaluate is not None and (done % eval_every == 0 or done == settings.steps):
-            scalars.update(evaluate(done))
-        log.scalars(done, scalars)
-        if done % settings.save_every == 0 or done == settings.steps:
-            save_checkpoint(engine, checkpoints, done, inputs)
+    skipped = 0
+    with Termination() as termination:
+        for step in bar:
+            began = time.perf_counter()
+            rate = learning_rate(settings, step)
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rate
+            parts = batches(step)
+            units = total(float(sum(count(b) for b in parts)), engine.device)
+            means, rates, bad = _step(engine, parts, count, emptied, settings.accumulation * world / max(1.0, units))
+            skipped = skipped + 1 if bad else 0
+            if bad:
+                say(f"{settings.name}: step {step + 1}: {bad} micro-batches without a finite loss, left out")
+            if skipped >= settings.max_skipped:
+                raise DraftsmithError(f"{settings.name}: the loss has not been finite for {skipped} steps (the last is "
+                                      f"{step + 1}); lower lr, or look at the data")
+            seconds = time.perf_counter() - began
+            done = step + 1
+            scalars = {**means, "train/lr": rate, "train/rows_per_second": units / seconds, "train/skipped": float(bad),
+                       **{f"train/{name}_per_second": value / seconds for name, value in rates.items()}}
+            bar.set_postfix(loss=f"{means.get('train/loss', math.nan):.3f}", refresh=False)
+            # Measured and logged before the checkpoint: a job resumed from it has them already.
+            if evaluate is not None and (done % eval_every == 0 or done == settings.steps):
+                scalars.update(evaluate(done))
+            log.scalars(done, scalars)
+            stop = total(float(termination.asked), engine.device) > 0
+            if done % settings.save_every == 0 or done == settings.steps or stop:
+                save_checkpoint(engine, checkpoints, done, inputs)
+            if stop and done < settings.steps:
+                bar.close()
+                log.close()
+                raise Terminated(f"asked to end: stopped after step {done}, with a checkpoint; run the same command "
+                                 "again to go on")
     bar.close()
     log.close()
     return engine
+
+
+def _step(engine: Any, parts: list[Any], count: Callable[[Any], int], emptied: Callable[[Any], Any],
+          scale: float) -> tuple[dict[str, float], dict[str, float], int]:
+    """One optimiser step over the micro-batches: means of what is logged, sums of what is logged as a rate, and how
+    many micro-batches of any rank had to be left out."""
+    sums: dict[str, tuple[float, float]] = {}
+    bad = 0
+    for batch in parts:
+        loss, metrics = engine(batch)
+        finite = bool(torch.isfinite(loss.detach()))
+        if missing := round(total(float(not finite), engine.device)):
+            # Once more on every rank, so that all make the same number of passes.
+            bad += missing
+            loss, metrics = engine(batch if finite else emptied(batch))
+        # DeepSpeed divides by the accumulation steps and averages over ranks; undone here, so that
+        # every unit weighs the same wherever it was.
+        engine.backward(loss * scale)
+        engine.step()
+        for key, (value, number) in {"loss": (loss.detach(), count(batch) if finite else 0), **metrics}.items():
+            before = sums.get(key, (0.0, 0.0))
+            sums[key] = (before[0] + float(value), before[1] + float(number))
+    rates = {k: total(sums.pop(k)[0], engine.device) for k in ("tokens",) if k in sums}
+    summed = {k: (total(v, engine.device), total(n, engine.device)) for k, (v, n) in sums.items()}
+    return {f"train/{k}": v / n for k, (v, n) in summed.items() if n > 0}, rates, bad

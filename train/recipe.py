@@ -43,8 +43,10 @@ class TargetSection(Section):
 class PromptsSection(Section):
     """Where prompts come from: files, or the prompts written for the quickstart."""
 
-    train: str = Field("quickstart", description="JSONL or text file, or 'quickstart'")
-    heldout: str = Field("quickstart", description="JSONL or text file, or 'quickstart'")
+    train: str | dict[str, Annotated[float, Field(gt=0)]] = Field(
+        "quickstart", description="JSONL, Parquet or text file, hf:NAME of the hub, several with the share of each, "
+        "or 'quickstart'")
+    heldout: str | dict[str, Annotated[float, Field(gt=0)]] = Field("quickstart", description="the same")
     schemas: str | None = Field(None, description="JSON of CREATE TABLE texts by database id, for Spider's rows")
     train_count: int = Field(480, ge=1)
     heldout_count: int = Field(48, ge=1)
@@ -80,8 +82,15 @@ class DraftSection(Section):
         return self
 
 
+LossName = Literal["kl", "reverse_kl", "jsd", "tv", "lk", "hybrid", "hard"]
+Loss = dict[LossName, Annotated[float, Field(gt=0)]]
+
+
 class DistillSection(Section):
     temperature: float = Field(0.5, gt=0, description="divides the teacher's and the draft's logits")
+    loss: Loss = Field({"kl": 1.0}, min_length=1, description="losses with their weights; any T^2 is to be in them")
+    finish: Loss = Field({}, description="the same, for the end of training; empty: the same as before")
+    finish_share: float = Field(0.2, gt=0, le=1, description="of the steps")
     steps: int = Field(ge=1)
     block: int = Field(512, ge=16, description="tokens a packed block")
     micro_batch: int = Field(2, ge=1, description="blocks a rank and forward pass")
@@ -94,13 +103,21 @@ class DistillSection(Section):
     clip: float = Field(1.0, ge=0)
     exit_weight: float = Field(0.5, ge=0, description="weight of the early exit's loss")
     narrow_weight: float = Field(0.5, ge=0, description="weight of the pass with sampled widths")
-    zero_stage: int = Field(0, ge=0, le=2)
+    narrow_every: int = Field(1, ge=1, description="one micro-batch in so many has that pass")
+    zero_stage: int = Field(0, ge=0, le=3)
+    recompute: bool = Field(False, description="gradient checkpointing: less memory, a third more time")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="of matrix products; weights stay fp32")
     save_every: int = Field(100, ge=1)
+    max_skipped: int = Field(10, ge=1, description="steps in a row without a finite loss that end the job")
     eval_every: int = Field(100, ge=1)
     eval_prompts: int = Field(8, ge=0)
     eval_tokens: int = Field(48, ge=1)
     eval_k: int = Field(4, ge=1, le=16)
+
+    def loss_at(self, step: int) -> dict[str, float]:
+        """The mixture of losses of a step, counted from 0."""
+        late = self.finish and step >= round(self.steps * (1 - self.finish_share))
+        return {str(name): weight for name, weight in (self.finish if late else self.loss).items()}
 
 
 class TraceSection(Section):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import assistant_mask, encode_prompts, prompt_ids
+from draftsmith.data.prefixes import families
 from draftsmith.data.teacher_cache import CacheManifest, CacheWriter, Document, teacher_rows
 from draftsmith.data.text import Sample, corpus_hash
 from draftsmith.decode.batch import Answer, write_answers
@@ -56,6 +57,8 @@ def respond(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter,
     _, prompts = encode_prompts(target.tokenizer, samples, min(r.max_prompt_tokens, runner.context - r.max_tokens))
     if skipped := len(samples) - len(prompts):
         say(f"respond: left out {skipped} empty or over-long prompts (respond.max_prompt_tokens)")
+    # Those that begin alike into the same shard, where what they share is read once.
+    prompts = [prompts[j] for family in families(prompts) for j in family]
     shards = -(-len(prompts) // r.shard_documents)
     missing = set(writer.missing(shards))
     # Two shards in flight: rows refill across a shard's end, and prompts are still sorted by length. The same two

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import read_json, sha256_json, write_json
-from draftsmith.data.text import Sample, corpus_hash, read_samples
+from draftsmith.data.text import Sample, corpus_hash, read_sources
 from draftsmith.decode.target import Target, load_target, resolve
 
 from .recipe import Recipe
@@ -85,12 +85,30 @@ def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
+# How a collective fails when the other side of it has died, in the words of gloo and NCCL.
+RANK_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting",
+                "remote process exited", "NCCL")
+
+
+class Terminated(Exception):
+    """The job was asked to end, and did so in good order."""
+
+
 def run_job(main: Callable[[], None], name: str) -> None:
     """Run a job's main function; a user's mistake ends it with one line and exit code 1."""
     try:
         main()
     except DraftsmithError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except Terminated as end:
+        say(f"{name}: {end}")
+        sys.exit(143)
+    except RuntimeError as error:
+        if world_size() == 1 or not any(sign in str(error) for sign in RANK_IS_GONE):
+            raise
+        print(f"{name}: rank {rank()}: another rank is gone ({str(error).splitlines()[0][:200]}); its own message says "
+              "why. Run the same command again to go on from the last checkpoint", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted; run the same command again to go on", file=sys.stderr, flush=True)
@@ -125,7 +143,7 @@ def load_prompts(recipe: Recipe, split: str) -> list[Sample]:
 
 def _load(recipe: Recipe, split: str, spare: bool = False) -> list[Sample]:
     """`spare`: fewer than asked will do."""
-    source: str = getattr(recipe.prompts, split)
+    source: str | dict[str, float] = getattr(recipe.prompts, split)
     count: int = getattr(recipe.prompts, f"{split}_count")
     if source == "quickstart":
         from draftsmith.data.quickstart_prompts import available, build
@@ -137,7 +155,8 @@ def _load(recipe: Recipe, split: str, spare: bool = False) -> list[Sample]:
         except ValueError as error:
             raise DraftsmithError(f"prompts.{split}_count: {error}") from error
         return [Sample(r["id"], r["kind"], messages=r["messages"]) for r in rows]
-    return read_samples(source, recipe.prompts.schemas)[:count]
+    shares = source if isinstance(source, dict) else {source: 1.0}
+    return read_sources(shares, recipe.prompts.schemas, recipe.seed, count)
 
 
 def prompts_hash(recipe: Recipe, split: str) -> str:

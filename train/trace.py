@@ -46,7 +46,7 @@ class Logged(Fixed):
     """Fixed-length speculation of one request that keeps one row per gating decision, every 8 emitted tokens, and
     (margin, label) pairs, to calibrate `goodput`."""
 
-    wants_margin = True
+    wants_margin = wants_perplexity = True
 
     def __init__(self, k: int, variant: Variant, number: int) -> None:
         """`number` of the variant."""
@@ -57,8 +57,10 @@ class Logged(Fixed):
 
     def plan(self, view: View) -> Plan:
         if view.emitted >= self.due:
+            confidence = view.meter.confidence()
             self.rows.append({"position": view.emitted, "features": view.features().numpy(), "variant": self.number,
-                              "drafted": 0, "accepted": 0})
+                              "drafted": 0, "accepted": 0,
+                              "confidence": np.nan if confidence is None else confidence})
             self.due = view.emitted + FEATURE_TOKENS
         return super().plan(view)
 
@@ -183,7 +185,7 @@ def collect(recipe: Recipe, target: Target, runner: Runner, draft: DraftRunner, 
         return np.stack([row[name] for row in rows])
 
     return Traces([row["prompt"] for row in rows], column("position"), column("features"), column("acceptance"),
-                  column("variant"), column("drafted"), column("accepted"), meta)
+                  column("variant"), column("drafted"), column("accepted"), column("confidence"), meta)
 
 
 def load_draft(recipe: Recipe, target: Target, precision: str) -> DraftRunner:
@@ -201,7 +203,7 @@ def main() -> None:
     recipe: Recipe = args.recipe
     samples = load_trace_prompts(recipe)
     drafted = read_json(recipe.draft_dir / "stage.json")["inputs"]
-    inputs = inputs_hash(recipe, ["trace"], ["batch"], draft=drafted,
+    inputs = inputs_hash(recipe, ["trace"], ["batch"], draft=drafted, columns="confidence",
                          prompts=[str(s.messages or s.text) for s in samples])
     if recipe.trace_file.is_file() and read_meta(recipe.trace_file).get("inputs") == inputs:
         say(f"trace: {recipe.trace_file} is up to date, nothing to do")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_draft
-from draftsmith.data.packing import Batch, collate, pack, positions, truncate
+from draftsmith.data.packing import Batch, Families, collate, merge, pack, positions, truncate
 from draftsmith.data.teacher_cache import Document
 
 K = 3
@@ -130,10 +130,11 @@ def test_the_row_check_notices_rows_shifted_by_one(documents: list[Document]) ->
         check_rows(batch, blocks, 32)
 
 
-def run_packed(draft: Any, batch: Batch) -> dict[int, torch.Tensor]:
+def run_packed(draft: Any, batch: Batch, by_runs: bool = False) -> dict[int, torch.Tensor]:
     mask = batch.attention_mask() | torch.eye(batch.ids_BT.shape[1], dtype=torch.bool)  # as in training
+    seen: dict[str, Any] = {"runs": batch.segments()} if by_runs else {"mask_B1TT": mask}
     with torch.no_grad():
-        return {depth: draft.logits(hidden) for depth, hidden in draft(batch.ids_BT, batch.position_BT, mask).items()}
+        return {depth: draft.logits(hidden) for depth, hidden in draft(batch.ids_BT, batch.position_BT, **seen).items()}
 
 
 def run_alone(draft: Any, tokens: np.ndarray) -> dict[int, torch.Tensor]:
@@ -144,9 +145,9 @@ def run_alone(draft: Any, tokens: np.ndarray) -> dict[int, torch.Tensor]:
     return {depth: draft.logits(hidden)[0] for depth, hidden in exits.items()}
 
 
-def largest_difference(draft: Any, batch: Batch, blocks: list[list[Document]]) -> float:
+def largest_difference(draft: Any, batch: Batch, blocks: list[list[Document]], by_runs: bool = False) -> float:
     """Largest difference of logits between the packed pass and each text (prompt and one answer) on its own."""
-    packed, worst = run_packed(draft, batch), 0.0
+    packed, worst = run_packed(draft, batch, by_runs), 0.0
     for b, block in enumerate(blocks):
         at = 0
         for document in block:
@@ -157,17 +158,99 @@ def largest_difference(draft: Any, batch: Batch, blocks: list[list[Document]]) -
     return worst
 
 
-def test_packed_logits_equal_those_of_each_text_alone(target: Any, documents: list[Document]) -> None:
-    """At both exits. A position or a mask off by one, planted below, must show."""
+@pytest.mark.parametrize("by_runs", [False, True])
+def test_packed_logits_equal_those_of_each_text_alone(target: Any, documents: list[Document], by_runs: bool) -> None:
+    """At both exits, with a mask and run by run. A position or a mask off by one, planted below, must show."""
     draft = make_draft(target)
     blocks = [documents[:2], documents[2:]]
     batch = collate(blocks, 32)
-    assert torch.isfinite(run_packed(draft, batch)[4]).all(), "padding makes NaN"
-    assert largest_difference(draft, batch, blocks) < 1e-5
+    assert torch.isfinite(run_packed(draft, batch, by_runs)[4]).all(), "padding makes NaN"
+    assert largest_difference(draft, batch, blocks, by_runs) < 1e-5
     faults: list[dict[str, torch.Tensor]] = [
         {"document_BT": torch.where(batch.document_BT < 0, -1, 0)},  # documents see each other
         {"branch_BT": batch.branch_BT.clamp_max(1)},  # answers see each other
         {"position_BT": torch.arange(32).expand(2, -1)},  # answers do not continue after the prompt
     ]
-    for fault in faults:
-        assert largest_difference(draft, Batch(**{**vars(batch), **fault}), blocks) > 1e-3
+    for fault in faults[by_runs:]:  # a run is of one document whatever its number
+        assert largest_difference(draft, Batch(**{**vars(batch), **fault}), blocks, by_runs) > 1e-3
+
+
+def test_attention_by_runs_has_the_gradients_of_attention_with_a_mask(target: Any, documents: list[Document]) -> None:
+    draft = make_draft(target)
+    batch = collate([documents[:2], documents[2:]], 32)
+    mask = batch.attention_mask() | torch.eye(32, dtype=torch.bool)
+    found = []
+    for seen in ({"runs": batch.segments()}, {"mask_B1TT": mask}):
+        draft.zero_grad()
+        hidden = draft(batch.ids_BT, batch.position_BT, **seen)[4].flatten(0, 1)
+        draft.logits(hidden[batch.row_index_R]).square().sum().backward()
+        found.append([p.grad.clone() for p in draft.parameters() if p.grad is not None])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+# --- prompts that begin alike
+
+
+def alike(shared: int, rests: list[int], answers: list[list[int]]) -> dict[int, Document]:
+    """Documents whose prompts have their first `shared` tokens in common."""
+    beginning = make_document(shared, [1], 99).tokens[:shared]
+    out = {}
+    for i, (rest, lengths) in enumerate(zip(rests, answers, strict=True)):
+        document = make_document(shared + rest, lengths, 10 + i)
+        document.tokens[:shared] = beginning
+        document.tokens[shared] = i  # they part here, and nowhere later
+        out[i] = document
+    return out
+
+
+def texts_with_rows(document: Document) -> dict[tuple[int, ...], tuple[object, ...]]:
+    """What each teacher row follows (the whole text up to its token), and the row."""
+    out: dict[tuple[int, ...], tuple[object, ...]] = {}
+    for i, token in enumerate(document.row_token):
+        here = document.branch[: token + 1]
+        seen = (here == 0) | (here == document.branch[token])
+        text = tuple(document.tokens[: token + 1][seen].tolist())
+        assert text not in out, "a row twice"
+        out[text] = (*document.top_ids[i], *document.top_logp[i], document.tail[i])
+    return out
+
+
+def test_merged_documents_keep_every_row_behind_its_own_text() -> None:
+    documents = alike(70, [3, 1, 5], [[4], [2, 6], [7]])
+    merged = merge(list(documents.values()), 70)
+    expected: dict[tuple[int, ...], tuple[object, ...]] = {}
+    for document in documents.values():
+        expected |= texts_with_rows(document)
+    assert texts_with_rows(merged) == expected
+    # The shared tokens once; the rest of a prompt once an answer.
+    assert len(merged.tokens) == 70 + (3 + 4) + (1 + 2) + (1 + 6) + (5 + 7)
+    assert merge([documents[1]], 70) is documents[1]
+
+
+def test_a_merged_document_computes_what_each_of_its_texts_does_alone(target: Any) -> None:
+    documents = list(alike(70, [3, 1], [[4], [2, 6]]).values())
+    draft, block = make_draft(target), [merge(documents, 70)]
+    assert largest_difference(draft, collate([block], 96), [block], by_runs=True) < 1e-4
+
+
+def test_a_prompt_that_is_all_shared_cannot_be_merged() -> None:
+    documents = list(alike(70, [1, 1], [[4], [2]]).values())
+    with pytest.raises(ValueError, match="leave its last one"):
+        merge(documents, 71)
+
+
+def test_units_hold_every_document_once_and_fit_their_block() -> None:
+    documents = alike(70, [3, 1, 5, 2, 9, 4], [[4], [2, 6], [7], [20], [3], [11]])
+    documents |= {100 + i: make_document(8, [5], 50 + i) for i in range(4)}
+    families = Families(documents)
+    units = families.units(128, np.random.default_rng(0))
+    assert sorted(i for unit in units for i in unit.documents) == sorted(documents)
+    assert any(len(unit.documents) > 1 for unit in units)
+    for unit in units:
+        merged = merge([documents[i] for i in unit.documents], unit.shared)
+        assert len(merged.tokens) <= unit.length <= max(128, 70 + 9 + 6)
+        assert len(unit.documents) == 1 or unit.shared == 70
+    again = families.units(128, np.random.default_rng(0))
+    other = families.units(128, np.random.default_rng(1))
+    assert again == units != other

@@ -12,7 +12,7 @@ from conftest import END, make_tokenizer
 from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import assistant_mask, chat_ids, encode_prompts, prompt_ids
 from draftsmith.data.io import write_jsonl
-from draftsmith.data.text import Sample, corpus_hash, read_samples
+from draftsmith.data.text import Sample, corpus_hash, parse_row, read_samples, read_sources
 from draftsmith.data.vocabulary import first_difference, tokenizer_hash, vocabulary
 
 QUESTION = {"role": "user", "content": "2+2?"}
@@ -214,3 +214,96 @@ def test_unusable_prompts_are_left_out_and_none_left_is_an_error(tokenizer: Any)
     assert [len(i) for i in ids] == [5]
     with pytest.raises(DraftsmithError, match="none of 3 prompts has 1 to 2 tokens"):
         encode_prompts(tokenizer, samples, 2)
+
+
+# --- several files
+
+
+def questions(path: Path, name: str, count: int) -> str:
+    write_jsonl(path / f"{name}.jsonl", [{"prompt": f"{name} {i}"} for i in range(count)])
+    return str(path / f"{name}.jsonl")
+
+
+def test_files_are_mixed_in_their_shares_and_a_larger_count_continues_a_smaller_one(tmp_path: Path) -> None:
+    shares = {questions(tmp_path, "a", 50): 2.0, questions(tmp_path, "b", 50): 1.0}
+    found = read_sources(shares, None, seed=3, count=30)
+    ids = [s.id for s in found]
+    assert len(set(ids)) == 30
+    assert sum(i.startswith("a/") for i in ids) == 20
+    assert sum(i.startswith("a/") for i in ids[:9]) == 6, "mixed from the start"
+    assert ids != sorted(ids), "drawn, not the first of each file"
+    assert [s.id for s in read_sources(shares, None, 3, 40)][:30] == ids
+    assert [s.id for s in read_sources(shares, None, 4, 30)] != ids
+
+
+def test_a_file_that_is_used_up_leaves_the_rest_to_the_others(tmp_path: Path) -> None:
+    shares = {questions(tmp_path, "a", 3): 1.0, questions(tmp_path, "b", 9): 1.0}
+    found = read_sources(shares, None, 0, 10)
+    assert sum(s.id.startswith("a/") for s in found) == 3
+    assert len(found) == 10
+    assert len(read_sources(shares, None, 0, 99)) == 12
+
+
+def test_ids_of_one_file_stay_as_they_are(tmp_path: Path) -> None:
+    assert {s.id for s in read_sources({questions(tmp_path, "a", 3): 1.0}, None, 0, 3)} == {"0", "1", "2"}
+
+
+def test_a_question_with_its_tables_reads_like_one_with_a_schema() -> None:
+    tables = "CREATE TABLE t (a TEXT);"
+    own = parse_row({"question": "How many?", "context": tables}, "here", 0)
+    named = parse_row({"question": "How many?", "db_id": "d"}, "here", 0, {"d": tables})
+    assert own.messages == named.messages == [
+        {"role": "user", "content": f"{tables}\n\nWrite one SQL query, nothing else: How many?"}]
+    assert own.kind == "sql"
+
+
+CONVERSATION = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+
+
+def test_sharegpt_conversations_become_messages() -> None:
+    sample = parse_row({"id": "x", "conversations": [{"from": "system", "value": "Be brief."}, *CONVERSATION]}, "here", 0)
+    assert [(m["role"], m["content"]) for m in sample.messages or []] == [
+        ("system", "Be brief."), ("user", "2+2?"), ("assistant", "4")]
+
+
+@pytest.mark.parametrize(("turns", "message"), [
+    ([], "must be a list"), ("hello", "must be a list"), ([{"from": "human"}], "must be a list"),
+    ([{"from": "parrot", "value": "hi"}], "unknown speaker 'parrot'; known: human"),
+])
+def test_conversations_that_cannot_be_read_are_named(turns: Any, message: str) -> None:
+    with pytest.raises(DraftsmithError, match=f"^row 7: .*{message}"):
+        parse_row({"conversations": turns}, "row 7", 0)
+
+
+def test_ultrachat_and_sharegpt_merge_into_one_set_read_from_parquet_and_jsonl(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    chats = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}] for i in range(6)]
+    pq.write_table(pa.table({"prompt_id": [str(i) for i in range(6)], "messages": chats}), tmp_path / "ultrachat.parquet")
+    write_jsonl(tmp_path / "sharegpt.jsonl", [{"id": i, "conversations": CONVERSATION} for i in range(6)])
+    shares = {str(tmp_path / "ultrachat.parquet"): 1.0, str(tmp_path / "sharegpt.jsonl"): 1.0}
+    found = read_sources(shares, None, 0, 12)
+    assert sorted(s.id.split("/")[0] for s in found) == ["sharegpt"] * 6 + ["ultrachat"] * 6
+    assert {m["role"] for s in found for m in s.messages or []} == {"user", "assistant"}
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(DraftsmithError, match=r"x\.parquet: not a readable Parquet file"):
+        read_samples(tmp_path / "x.parquet")
+    with pytest.raises(DraftsmithError, match=r"absent\.parquet: no such file"):
+        read_samples(tmp_path / "absent.parquet")
+
+
+def test_a_dataset_of_the_hub_is_streamed_and_its_absence_is_a_clear_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The hub stands in as a folder, which `datasets` reads by the same call; without one there is no network here."""
+    write_jsonl(tmp_path / "corpus" / "train.jsonl", [{"text": f"document {i}"} for i in range(30)])
+    found = read_sources({f"hf:{tmp_path / 'corpus'}": 1.0}, None, 3, 10)
+    assert len({s.text for s in found}) == 10
+    assert [s.text for s in found] != [f"document {i}" for i in range(10)], "drawn, not the first"
+    assert read_sources({f"hf:{tmp_path / 'corpus'}@train": 1.0}, None, 3, 10) == found
+    with pytest.raises(DraftsmithError, match="^hf:nobody/nothing: cannot be read"):
+        read_sources({"hf:nobody/nothing": 1.0}, None, 0, 1)

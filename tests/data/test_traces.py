@@ -12,7 +12,7 @@ import pytest
 from draftsmith.data import DraftsmithError
 from draftsmith.data.traces import HORIZON, Traces, read_meta, read_traces, write_traces
 
-ARRAYS = ("position_N", "features_NF", "acceptance_NAH", "variant_N", "drafted_N", "accepted_N")
+ARRAYS = ("position_N", "features_NF", "acceptance_NAH", "variant_N", "drafted_N", "accepted_N", "confidence_N")
 META = {"variants": ["2L", "4L@0.75", "4L"], "step_seconds": [0.1, 0.2, 0.3], "temperature": 0.0, "inputs": "é"}
 
 
@@ -29,6 +29,7 @@ def make_traces(n: int) -> Traces:
         rng.integers(0, 3, n),
         rng.integers(4, 9, n),
         rng.integers(0, 4, n),
+        np.where(np.arange(n) == 3, np.nan, rng.random(n)).astype(np.float32),
         META,
     )
 
@@ -87,6 +88,14 @@ def test_a_foreign_parquet_file_is_refused(tmp_path: Path) -> None:
         read_traces(path)
 
 
+def test_a_file_of_an_earlier_release_is_refused_with_what_to_do(written: Path) -> None:
+    import pyarrow.parquet as pq
+
+    pq.write_table(pq.read_table(str(written)).drop_columns(["confidence"]), str(written))
+    with pytest.raises(DraftsmithError, match=r"traces\.parquet: written by an earlier release; delete it"):
+        read_traces(written)
+
+
 def test_a_missing_file_is_named_with_what_makes_it(tmp_path: Path) -> None:
     with pytest.raises(DraftsmithError, match=r"absent\.parquet: no such trace file; run train/trace\.py"):
         read_traces(tmp_path / "absent.parquet")
@@ -100,7 +109,7 @@ from draftsmith.data.traces import Traces, write_traces
 
 n = 500
 rng = np.random.default_rng(0)
-columns = np.zeros(n), rng.random((n, 6)), rng.random((n, 3, 8)), *np.zeros((3, n))
+columns = np.zeros(n), rng.random((n, 6)), rng.random((n, 3, 8)), *np.zeros((4, n))
 traces = Traces(["p"] * n, *columns, {"variants": ["a", "b", "c"]})
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:

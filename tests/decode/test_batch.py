@@ -64,10 +64,49 @@ def test_prompts_of_similar_length_are_read_in_one_pass(
     monkeypatch.setattr(batch, "PREFILL_SPREAD", spread)
     reads: list[list[int]] = []
     read = batch._Batch._read
-    monkeypatch.setattr(batch._Batch, "_read", lambda self, jobs, first: (
-        reads.append([len(self.prompts[j]) for j in jobs]), read(self, jobs, first))[1])
+    monkeypatch.setattr(batch._Batch, "_read", lambda self, slots, rests, placed: (
+        reads.append([len(rest) for rest in rests]), read(self, slots, rests, placed))[1])
     plain = write(runner, 1, 1)
     reads.clear()
     together = write(runner, 8, 1)
     assert reads == expected
     assert {k: a.ids for k, a in together.items()} == {k: a.ids for k, a in plain.items()}
+
+
+def beginning_alike() -> list[list[int]]:
+    """Questions about two schemas, and one about none, mixed."""
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(n: int) -> list[int]:
+        return torch.randint(3, 256, (n,), generator=generator).tolist()
+
+    schemas = [draw(80), draw(100)]
+    return [schemas[0] + draw(3), draw(7), schemas[1] + draw(2), schemas[0] + draw(5), schemas[1] + draw(9),
+            schemas[0] + draw(1), schemas[0][:70] + draw(4)]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 16])
+@pytest.mark.parametrize("answers", [1, 2])
+def test_what_prompts_share_is_read_once_and_changes_nothing(
+    runner: LeanRunner, monkeypatch: pytest.MonkeyPatch, slots: int, answers: int
+) -> None:
+    texts, reads = beginning_alike(), []
+    read = batch._Batch._read
+    monkeypatch.setattr(batch._Batch, "_read", lambda self, slots, rests, placed: (
+        reads.extend(len(rest) for rest in rests), read(self, slots, rests, placed))[1])
+
+    def run(which: list[int], slots: int) -> dict[tuple[int, int], Answer]:
+        found = write_answers(runner, [texts[n] for n in which], answers, [0.0, 0.9], 6, frozenset(), slots, 7, 4, 0.5,
+                              which)
+        return {(which[a.job], a.index): a for a in found}
+
+    alone = {key: a for n in range(len(texts)) for key, a in run([n], 1).items()}
+    reads.clear()
+    together = run(list(range(len(texts))), slots)
+    assert {key: a.ids for key, a in together.items()} == {key: a.ids for key, a in alone.items()}
+    for key, answer in together.items():
+        assert np.allclose(answer.top_logp, alone[key].top_logp, atol=1e-6)
+    assert len(reads) == len(texts) * answers
+    # Each schema whole once, the question without one, and of all others what is their own.
+    whole = [n for n in reads if n > 30]
+    assert len(whole) == 2

@@ -333,6 +333,29 @@ def test_goodput_pays_for_a_variant_that_is_accepted_much_more() -> None:
     assert goodput(acceptance=prior).plan(view()).variant == FULL
 
 
+@pytest.mark.parametrize(("alpha", "name"), [(0.6, "2L"), (1.0, "4L@1"), (1.4, "4L")])
+def test_the_gate_proposes_and_measured_cost_disposes(alpha: float, name: str) -> None:
+    """The variant is the gate's; whether it drafts at all, and whether the lookup does, is the cost's to say."""
+    equal = {"acceptance": {v.name: 0.8 for v in VARIANTS}, "margin": [-2.0, 1.0]}
+    policy = Goodput(SHAPE, costs(), equal, gate(alpha))
+    variant = policy.plan(view()).variant
+    assert variant is not None
+    assert variant.name == name
+    dear = Goodput(SHAPE, costs({v.name: 5.0 for v in VARIANTS}), equal, gate(alpha))
+    assert dear.plan(view()) == Plan()
+    hopeless = Goodput(SHAPE, costs(), {"acceptance": {v.name: 0.05 for v in VARIANTS}}, gate(alpha))
+    assert hopeless.plan(replace(view(), match=(4, 8))).lookup
+
+
+def test_goodput_asks_the_gate_every_eight_tokens() -> None:
+    asked = []
+    policy = Goodput(SHAPE, costs(), {"acceptance": {v.name: 0.8 for v in VARIANTS}}, gate(1.4))
+    for _ in range(5):
+        policy.plan(replace(view(), features=lambda: asked.append(1) or torch.zeros(2)))
+        policy.observe(drafted(3, 3))  # four tokens a round
+    assert len(asked) == 3
+
+
 def test_goodput_learns_the_length_from_acceptance() -> None:
     good, bad = goodput(), goodput()
     before = good.best(view())[1].max_tokens

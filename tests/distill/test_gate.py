@@ -48,6 +48,7 @@ def make_traces(
         np.random.default_rng(seed).integers(0, variants, (n,)),
         np.full(n, K),
         np.zeros(n, int),
+        np.full(n, np.nan, np.float32),
         costs,
     )
 

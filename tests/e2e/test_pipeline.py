@@ -115,9 +115,9 @@ def test_tensorboard_has_losses_acceptance_learning_rate_and_speed(folder: Path)
     board.Reload()
     tags = set(board.Tags()["scalars"])
     assert {
-        "train/kl_4L",
-        "train/kl_2L",
-        "train/kl_4L_width_0.75",
+        "train/loss_4L",
+        "train/loss_2L",
+        "train/loss_4L_width_0.75",
         "train/lr",
         "train/tokens_per_second",
         "heldout/acceptance_4L",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import torch
 from draftsmith.data import DraftsmithError
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import Settings, ensure_distributed, fit, learning_rate
+from draftsmith.train.stage import Terminated
 from torch import nn
 
 SETTINGS = Settings("job", steps=10, lr=0.05, warmup=2, final_lr=0.1, accumulation=2, save_every=3)
@@ -123,12 +128,69 @@ def test_checkpoints_of_another_recipe_are_refused(tmp_path: Path) -> None:
         train(tmp_path, inputs="y")
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_step(tmp_path: Path) -> None:
-    def poisoned(step: int) -> list[torch.Tensor]:
-        return [b * (float("nan") if step == 4 else 1.0) for b in batches(step)]
+def poisoned(steps: set[int]) -> Callable[[int], list[torch.Tensor]]:
+    """The first micro-batch of these steps has no finite loss."""
+    return lambda step: [b * (float("nan") if step in steps and i == 0 else 1.0) for i, b in enumerate(batches(step))]
 
-    with pytest.raises(DraftsmithError, match="not finite at step 4"):
-        train(tmp_path, poisoned)
+
+def test_a_loss_that_is_not_finite_is_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step goes on with the micro-batch that is sound, at the weight it would have had beside the other."""
+    found = train(tmp_path / "cut", poisoned({4, 7}))
+    assert all(torch.isfinite(w).all() for w in found["weights"].values())
+    assert "step 5: 1 micro-batches without a finite loss, left out" in capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "cut/job.jsonl").read_text().splitlines()]
+    assert [line["train/skipped"] for line in lines] == [float(i in (4, 7)) for i in range(10)]
+    assert all(math.isfinite(line["train/loss"]) for line in lines)
+
+    def silent(step: int) -> list[torch.Tensor]:
+        """The same rows, of which the poisoned ones have no error to learn from: a linear map of nothing."""
+        first, second = batches(step)
+        return [first * 0.0 if step in (4, 7) else first, second]
+
+    settings = replace(SETTINGS, clip=0.0)
+    engines = [fit(NoBias(), source, len, settings, tmp_path / name, "x").module.state_dict()
+               for name, source in (("a", poisoned({4, 7})), ("b", silent))]
+    assert same(*engines)
+
+
+class NoBias(Regression):
+    """Rows of zeros have neither loss nor gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2, bias=False)
+
+
+def test_a_loss_that_stays_not_finite_ends_the_job(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, max_skipped=3)
+    train(tmp_path / "a", poisoned({1, 2, 4, 5}), settings=settings)  # never three in a row
+    with pytest.raises(DraftsmithError, match=r"not been finite for 3 steps \(the last is 7\)"):
+        train(tmp_path / "b", poisoned({4, 5, 6, 7}), settings=settings)
+
+
+def test_a_step_without_a_single_unit_changes_nothing_and_is_no_error(tmp_path: Path) -> None:
+    def source(step: int) -> list[torch.Tensor]:
+        return [b[: 0 if step == 4 else None] for b in batches(step)]
+
+    assert all(torch.isfinite(w).all() for w in train(tmp_path, source)["weights"].values())
+
+
+def test_sigterm_ends_the_job_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole")
+
+    def asked(step: int) -> list[torch.Tensor]:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batches(step)
+
+    with pytest.raises(Terminated, match="after step 5, with a checkpoint"):
+        train(tmp_path / "cut", asked)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path / "cut/checkpoints/job")] == [
+        "step-00000003", "step-00000005"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert same(train(tmp_path / "cut"), whole)
 
 
 def test_every_unit_weighs_the_same_whatever_the_micro_batch(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""Thresholds of policy `paper` fitted to traces: where speculating begins to pay on this machine and this text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from draftsmith.data.traces import Traces
+
+from .gate import expected_tokens, round_seconds
+
+
+@dataclass
+class Calibration:
+    """`tau` and `stop_acceptance` as in policy `paper`; seconds a token in the traces with the fitted tau, always
+    speculating, and never."""
+
+    tau: float
+    stop_acceptance: float
+    seconds: float
+    seconds_always: float
+    seconds_never: float
+
+
+def fit_tau(confidence_N: np.ndarray, speculating_N: np.ndarray, alone: float) -> tuple[float, float]:
+    """The threshold on the analyser's confidence with the least mean seconds a token, and that mean.
+
+    A decision with a confidence of tau or more, or of none yet (NaN), costs `speculating` seconds a token, else
+    `alone`. Of thresholds that do equally well the lowest is taken.
+    """
+    confidence = np.where(np.isnan(confidence_N), np.inf, confidence_N)
+    known = np.unique(confidence[np.isfinite(confidence)])
+    # Between the confidences that were seen; above the highest the target decodes alone wherever it is known.
+    candidates = [0.0, *((known[1:] + known[:-1]) / 2), *(known[-1:] + 1e-6)]
+    means = [float(np.where(confidence >= tau, speculating_N, alone).mean()) for tau in candidates]
+    best = int(np.argmin(means))
+    return float(candidates[best]), means[best]
+
+
+def break_even(step: float, verify: np.ndarray, k: int) -> float:
+    """The acceptance at which k drafted tokens a round earn what plain decoding does: the a with
+    1 + a + ... + a^k = (k step + v(k + 1)) / v(1); 1 where even full acceptance earns less.
+
+    `verify`: seconds of a target pass of 1, 2, ... rows.
+    """
+    price = (k * step + verify[k]) / verify[0]
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(k + 1)) < price else (low, middle)
+    return high
+
+
+def calibrate(traces: Traces, variant: str, k: int) -> Calibration:
+    """Fit the thresholds for one variant that drafts k tokens a round."""
+    number, meta = traces.meta["variants"].index(variant), traces.meta
+    rows = np.arange(1, k + 2)
+    verify = np.interp(rows, meta["verify_rows"], meta["verify_seconds"])
+    tokens, seconds = expected_tokens(traces.acceptance_NAH, k), round_seconds(traces, k)
+    speculating = (seconds / tokens)[:, number]
+    tau, mean = fit_tau(traces.confidence_N, speculating, float(verify[0]))
+    return Calibration(tau, break_even(meta["step_seconds"][number], verify, k), mean, float(speculating.mean()),
+                       float(verify[0]))

@@ -1,0 +1,144 @@
+"""The adaptive loop against plain decoding, the best fixed length, and transformers' two ways, interleaved by prompt.
+
+    bash scripts/prove.sh speed BUNDLE [N [OTHER_KINDS.jsonl]]
+
+N held-out prompts of the bundle's recipe (default 24), 128 tokens, greedy. The fixed length is tuned on other
+held-out prompts. OTHER_KINDS: prompts with a "kind" in each row, of which each kind must not get slower.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from _verdict import conclude
+from draftsmith.data.chat import encode_prompts
+from draftsmith.data.io import DraftsmithError
+from draftsmith.data.text import read_samples
+from draftsmith.decode import Decoder, SamplingParams
+from draftsmith.decode.attention import Tree
+from draftsmith.decode.device import device_name
+from draftsmith.decode.policies import make_policy
+from draftsmith.decode.references import Reference, references, run_references
+from draftsmith.decode.validate import Interval, paired_ratio, rotated
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.stage import load_prompts, run_job
+from tqdm import tqdm
+
+import torch  # isort: skip  (after ours, which sets its threads)
+
+TOKENS, TUNED_ON, LENGTHS, EACH_KIND = 128, 8, (1, 2, 3, 4, 5, 6, 8), 6
+OURS = "goodput"
+# figure -> (bar, goal)
+BARS = {"AR": (1.6, 2.2), "transformers generate": (2.1, 4.0), "best fixed k": (1.0, 1.05),
+        "transformers assisted": (2.0, None), "AR, worst kind": (0.97, None), "prediction": (0.92, None)}
+
+
+def rate_of(decoder: Decoder, prompt: list[int], policy: str, temperature: float = 0.0, seed: int = 0) -> float:
+    """Tokens a second of one answer."""
+    params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=seed if temperature else None)
+    stats = decoder.generate(prompt, params, policy).stats
+    return stats.emitted / stats.seconds
+
+
+def against_ar(decoder: Decoder, prompts: list[list[int]], temperature: float, what: str) -> Interval:
+    """Goodput over AR, pair by pair, who goes first in turn. With a seed both write the same text."""
+    rates: dict[str, list[float]] = {OURS: [], "ar": []}
+    for i, prompt in enumerate(tqdm(prompts, desc=what, unit="prompt")):
+        for name in rotated(list(rates), i):
+            rates[name].append(rate_of(decoder, prompt, name, temperature, i))
+    return paired_ratio(rates[OURS], rates["ar"])
+
+
+def best_length(decoder: Decoder, prompts: list[list[int]]) -> tuple[str, dict[str, float]]:
+    """The fixed length with the most tokens a second, and what each earned."""
+    names = [f"fixed({k})" for k in LENGTHS]
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    for i, prompt in enumerate(tqdm(prompts, desc="tuning k", unit="prompt")):
+        for name in rotated(names, i):
+            rates[name].append(rate_of(decoder, prompt, name))
+    means = {name: paired_ratio(rates[name], rates[names[0]]).mean for name in names}
+    return max(means, key=lambda name: means[name]), means
+
+
+def prediction(decoder: Decoder, prompts: list[list[int]]) -> float:
+    """Measured over predicted speed-up: what the cost table says of the rounds that were run, and of plain decoding."""
+    costs = decoder.costs
+    assert costs is not None
+    measured, plain, told = defaultdict(float), 0.0, 0.0
+    for i, prompt in enumerate(tqdm(prompts, desc="prediction", unit="prompt")):
+        for name in rotated([OURS, "ar"], i):
+            policy = make_policy(name, decoder.context)
+            generation = decoder.start(prompt, SamplingParams(max_tokens=TOKENS), policy)
+            generation.prefill()
+            started = time.perf_counter()
+            while generation.emitted < TOKENS and generation.tokens[-1] not in decoder.eos_ids:
+                context, draft = len(generation.tokens), generation.propose()
+                tree = None if draft.is_chain else Tree.of(generation.pass_parents(draft), decoder.runner.device)
+                ids = torch.tensor([generation.pass_ids(draft)], device=decoder.runner.device)
+                hidden, logits = decoder.runner.forward(ids, generation.cache, tree=tree)
+                generation.finish(draft, hidden[0], logits[0])
+                if name == "ar":
+                    plain += costs.rows(1, context)
+                    continue
+                told += costs.rows(len(draft.nodes) + 1, context)
+                if draft.variant is not None:  # the chain alone is drafted: branches are read off it
+                    told += len(draft.tokens) * costs.draft_step(draft.variant.name, context)
+            measured[name] += time.perf_counter() - started
+            generation.close()
+    return (measured["ar"] / measured[OURS]) / (plain / told)
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_dir():
+        raise DraftsmithError("usage: bash scripts/prove.sh speed BUNDLE [N [OTHER_KINDS.jsonl]]")
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else 24
+    decoder = Decoder.load(sys.argv[1])
+    assert decoder.bundle is not None
+    recipe = Recipe.model_validate(decoder.bundle.manifest.provenance["recipe"])
+    _, prompts = encode_prompts(decoder.tokenizer, load_prompts(recipe, "heldout"), decoder.runner.context - TOKENS)
+    prompts, others = prompts[:count], prompts[count : count + TUNED_ON]
+    if len(others) < TUNED_ON:
+        raise DraftsmithError(f"{count + TUNED_ON} held-out prompts are needed, {len(prompts) + len(others)} are there")
+    fixed, lengths = best_length(decoder, others)
+    outside: dict[str, Reference] = {name: run for name, run in references(sys.argv[1], decoder).items()
+                                     if name == "transformers generate" or "assisted" in name}
+    table = run_references(decoder, outside, prompts, [OURS, "ar", fixed], TOKENS,
+                           lambda p: tqdm(p, desc="speed", unit="prompt"))
+    ratio = {name: 1 / row["ratio"]["mean"] for name, row in table.items()}
+    assisted = next(name for name in table if "assisted" in name)
+    found = {"AR": ratio["ar"], "transformers generate": ratio["transformers generate"], "best fixed k": ratio[fixed],
+             "transformers assisted": ratio[assisted], "prediction": prediction(decoder, others)}
+    kinds: dict[str, list[list[int]]] = defaultdict(list)
+    for sample in read_samples(sys.argv[3]) if len(sys.argv) > 3 else []:
+        if len(kinds[sample.kind]) < EACH_KIND:
+            kinds[sample.kind] += encode_prompts(decoder.tokenizer, [sample], decoder.runner.context - TOKENS)[1]
+    by_kind = {kind: vars(against_ar(decoder, some, 0.0, kind)) for kind, some in kinds.items()}
+    if by_kind:
+        found["AR, worst kind"] = min(row["mean"] for row in by_kind.values())
+    sampled = {t: vars(against_ar(decoder, others, t, f"temperature {t:g}")) for t in (0.7, 1.0)}
+    show(found, table, lengths, by_kind, sampled)
+    missed = [name for name, value in found.items() if value < BARS[name][0]]
+    conclude("speed", not missed, "; ".join(f"{OURS} / {name} {value:.2f} (bar {BARS[name][0]:g})"
+                                            for name, value in found.items()) + f"; n = {len(prompts)}",
+             found=found, fixed=fixed, table=table, lengths=lengths, kinds=by_kind, machine=device_name(),
+             sampled={f"{t:g}": row for t, row in sampled.items()})
+
+
+def show(found: dict[str, float], table: dict[str, Any], lengths: dict[str, float], kinds: dict[str, Any],
+         sampled: dict[float, Any]) -> None:
+    print("tuning: " + ", ".join(f"{name} {value:.2f}" for name, value in lengths.items()))
+    for name, row in table.items():
+        print(f"{name}: {row['tokens_per_second']:.1f} tokens/s, {row['identical']} of {row['prompts']} texts the same")
+    for what, row in [*kinds.items(), *((f"temperature {t:g}", row) for t, row in sampled.items())]:
+        print(f"{what}: {OURS} / AR {row['mean']:.2f} ({row['low']:.2f} to {row['high']:.2f}, n = {row['n']})")
+    for name, value in found.items():
+        bar, goal = BARS[name]
+        print(f"{OURS} / {name}: {value:.3f}, bar {bar:g}" + (f", goal {goal:g}" if goal else ""))
+
+
+if __name__ == "__main__":
+    run_job(main, "speed")
