@@ -58,7 +58,7 @@ def assistant_mask(tokenizer: Any, messages: Messages) -> tuple[list[int], list[
     text = render(tokenizer, messages, generation_prompt=False)
     spans: list[tuple[int, int]] = []
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or i == 0:  # nothing that it would answer
             continue
         before = render(tokenizer, messages[:i], generation_prompt=True)
         through = render(tokenizer, messages[: i + 1], generation_prompt=False)

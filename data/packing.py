@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,22 +58,31 @@ class Families:
         for family in families(prompts):
             first = prompts[family[0]]
             shared = min(min(common_prefix(first, prompts[j]), len(prompts[j]) - 1) for j in family)
-            self.families.append((shared, [numbers[j] for j in family]))
+            if shared > 0:
+                self.families.append((shared, [numbers[j] for j in family]))
+            else:  # nothing would be left to share
+                self.families += [(0, [numbers[j]]) for j in family]
 
     def units(self, block: int, random: np.random.Generator) -> list[Unit]:
-        """Every document once, in random order; those of a family merged while they fit a block."""
+        """Every document once, in random order; those of a family merged while that saves tokens and fits a block."""
         out: list[Unit] = []
         for shared, members in self.families:
             unit: Unit | None = None
             for i in random.permutation(members).tolist():
-                own = self.whole[i] - self.prompt[i] + max(1, self.answers[i]) * (self.prompt[i] - shared)
-                if unit and unit.length + own <= block:
-                    unit = Unit((*unit.documents, i), shared, unit.length + own)
-                    continue
-                out += [unit] if unit else []
-                unit = Unit((i,), shared, shared + own)
+                if unit:
+                    together = (*unit.documents, i)
+                    length = shared + sum(self._own(j, shared) for j in together)
+                    if length <= block and length < unit.length + self.whole[i]:
+                        unit = Unit(together, shared, length)
+                        continue
+                    out.append(unit)
+                unit = Unit((i,), shared, self.whole[i])
             out += [unit] if unit else []
         return [out[j] for j in random.permutation(len(out))]
+
+    def _own(self, i: int, shared: int) -> int:
+        """Tokens that a document adds to a merged one: the rest of its prompt comes once an answer."""
+        return self.whole[i] - self.prompt[i] + max(1, self.answers[i]) * (self.prompt[i] - shared)
 
 
 def merge(documents: list[Document], shared: int) -> Document:
@@ -122,12 +132,20 @@ class Batch:
     top_logp_RK: torch.Tensor
     tail_R: torch.Tensor
 
-    def attention_mask(self) -> torch.Tensor:
-        """Boolean [B, 1, T, T]: same document, not later, and in the prompt or in the same answer."""
-        doc, branch, pos = self.document_BT, self.branch_BT, self.position_BT
+    def attention_mask(self, device: torch.device | None = None) -> torch.Tensor:
+        """Boolean [B, 1, T, T]: same document, not later, and in the prompt or in the same answer. Made on `device`."""
+        doc, branch, pos = (t.to(device) for t in (self.document_BT, self.branch_BT, self.position_BT))
         same = doc[:, :, None] == doc[:, None, :]
         visible = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
         return (same & visible & (pos[:, None, :] <= pos[:, :, None]))[:, None]
+
+    def seen(self, device: torch.device) -> dict[str, Any]:
+        """What a token sees, as layers take it: runs on a CPU; on a GPU a mask, with which one kernel does it all."""
+        if device.type == "cpu":
+            return {"runs": self.segments(), "attention_mask": None}
+        # Padding sees itself alone, so that its softmax is defined.
+        own = torch.eye(self.ids_BT.shape[1], dtype=torch.bool, device=device)
+        return {"attention_mask": self.attention_mask(device) | own}
 
     def segments(self) -> list[list[tuple[int, int | None]]]:
         """The same, block by block, as runs of tokens (their number, and the run that is their prompt, or None):
@@ -137,11 +155,11 @@ class Batch:
 
 def _runs(document_T: list[int], branch_T: list[int]) -> list[tuple[int, int | None]]:
     out: list[tuple[int, int | None]] = []
-    prompt = 0
-    for (_, branch), tokens in groupby(zip(document_T, branch_T, strict=True)):
+    prompt: tuple[int, int | None] = (-1, None)  # a document, and the run that is its prompt
+    for (document, branch), tokens in groupby(zip(document_T, branch_T, strict=True)):
         if branch == 0:
-            prompt = len(out)
-        out.append((len(list(tokens)), None if branch == 0 else prompt))
+            prompt = (document, len(out))
+        out.append((len(list(tokens)), prompt[1] if branch and prompt[0] == document else None))
     return out
 
 

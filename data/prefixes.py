@@ -22,16 +22,27 @@ def worth_sharing(shared: int, length: int) -> bool:
 
 
 def families(texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Indices of the texts in groups that share a beginning worth sharing with their group's first text.
+    """Indices of the texts in groups with a beginning worth sharing in common.
 
-    In order of their tokens, so that texts which begin alike are neighbours; no family spans two beginnings.
+    In order of their tokens, so that texts which begin alike are neighbours. Where some share much more than the
+    rest (schemas after one system prompt), they are a family of their own.
     """
     out: list[list[int]] = []
-    for i in sorted(range(len(texts)), key=lambda i: (tuple(texts[i]), i)):
-        if out:
-            first = texts[out[-1][0]]
-            if worth_sharing(common_prefix(first, texts[i]), max(len(first), len(texts[i]))):
-                out[-1].append(i)
-                continue
-        out.append([i])
+    shared = 0  # by the last family, of two or more
+    order = sorted(range(len(texts)), key=lambda i: (np.asarray(texts[i], ">u4").tobytes(), i))
+    for before, i in zip([None, *order], order, strict=False):
+        common = 0 if before is None else common_prefix(texts[before], texts[i])
+        if before is None or not worth_sharing(common, max(len(texts[before]), len(texts[i]))):
+            out.append([i])
+        elif len(out[-1]) == 1:
+            out[-1].append(i)
+            shared = common
+        elif common > 2 * shared:
+            out.append([out[-1].pop(), i])
+            shared = common
+        elif 2 * common >= shared:
+            out[-1].append(i)
+            shared = min(shared, common)
+        else:
+            out.append([i])
     return out

@@ -11,7 +11,7 @@ absent. Per shard, for N tokens, D documents and R target rows:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from .io import DraftsmithError, read_json, save_tensors, sha256_file, write_json
-
-MANIFEST = "manifest.json"
-VERSION = 1
+from .io import DraftsmithError, save_tensors, sha256_file, write_json
+from .shards import ShardManifest, ShardWriter
 
 
 @dataclass
@@ -38,22 +36,19 @@ class Document:
 
 
 @dataclass
-class CacheManifest:
+class CacheManifest(ShardManifest):
     """What a cache was made from. `temperature` is the one the stored distributions were divided by."""
 
-    target: dict[str, Any]
-    tokenizer_hash: str
-    corpus_hash: str
-    k: int
-    temperature: float
-    settings: dict[str, Any]
-    shards: list[dict[str, Any]] = field(default_factory=list)
-    complete: bool = False
-    version: int = VERSION
+    target: dict[str, Any] = field(default_factory=dict)
+    tokenizer_hash: str = ""
+    corpus_hash: str = ""
+    k: int = 0
+    temperature: float = 0.0
+    version: int = 1
 
-    def identity(self) -> dict[str, Any]:
-        """Everything that decides the content, progress left out."""
-        return {k: v for k, v in asdict(self).items() if k not in ("shards", "complete")}
+    VERSION = 1
+    WHAT = "teacher cache"
+    JOB = "train/respond.py"
 
 
 def teacher_rows(
@@ -70,35 +65,10 @@ def teacher_rows(
     return top_ids.int(), top_logp, tail
 
 
-class CacheWriter:
-    """Writes numbered shards into a cache directory, in any order and from any number of processes.
+class CacheWriter(ShardWriter):
+    """Writes numbered shards into a cache directory, in any order and from any number of processes."""
 
-    A shard counts once the small record beside it is written; `finish` gathers the records into the manifest.
-    """
-
-    def __init__(self, directory: str | Path, manifest: CacheManifest) -> None:
-        self.directory = Path(directory)
-        self.manifest = manifest
-        if not (self.directory / MANIFEST).exists():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            write_json(self.directory / MANIFEST, asdict(manifest))
-            return
-        found = load_manifest(self.directory)
-        # A setting that an earlier release did not record says nothing against its cache.
-        known = {key: value for key, value in manifest.settings.items() if key in found.settings}
-        if found.identity() != {**manifest.identity(), "settings": known}:
-            theirs, ours = ({**m.identity(), **m.settings} for m in (found, manifest))
-            key = next(k for k in [*manifest.settings, *ours] if k in theirs and theirs[k] != ours[k])
-            raise DraftsmithError(f"{self.directory}: holds a cache made with {key} = {theirs.get(key)}, not "
-                                  f"{ours.get(key)}; choose another folder or delete it")
-        self.manifest = found
-
-    def _record(self, number: int) -> Path:
-        return self.directory / f"shard-{number:05d}.json"
-
-    def missing(self, shards: int) -> list[int]:
-        """Which of the first `shards` numbers have not been written."""
-        return [] if self.manifest.complete else [n for n in range(shards) if not self._record(n).is_file()]
+    manifest: CacheManifest
 
     def write_shard(self, number: int, documents: list[Document]) -> None:
         """Write shard `number`, of at least one document."""
@@ -120,38 +90,6 @@ class CacheWriter:
             "rows": int(len(arrays["tail"])),
         })
 
-    def skip_shard(self, number: int) -> None:
-        """Record that nothing of this shard's texts can be learned from."""
-        write_json(self._record(number), {"documents": 0})
-
-    def finish(self, shards: int) -> None:
-        """Declare the cache complete with its first `shards` shards, all of which must have been written."""
-        if left := self.missing(shards):
-            raise DraftsmithError(f"{self.directory}: shard {left[0]} has not been written; run the job again")
-        records = [read_json(self._record(n)) for n in range(shards)]
-        self.manifest.shards = [r for r in records if r["documents"]]
-        if not self.manifest.shards:
-            raise DraftsmithError(f"{self.directory}: no text has a token to learn from")
-        self.manifest.complete = True
-        write_json(self.directory / MANIFEST, asdict(self.manifest))
-        for number in range(shards):
-            self._record(number).unlink(missing_ok=True)
-
-
-def load_manifest(directory: str | Path) -> CacheManifest:
-    path = Path(directory) / MANIFEST
-    if not path.is_file():
-        raise DraftsmithError(f"{directory}: no teacher cache here (no {MANIFEST}); run train/respond.py first")
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise DraftsmithError(f"{path}: not a teacher-cache manifest")
-    if found.get("version") != VERSION:
-        raise DraftsmithError(f"{path}: version {found.get('version')} is not the {VERSION} that this release reads")
-    try:
-        return CacheManifest(**found)
-    except TypeError as error:
-        raise DraftsmithError(f"{path}: not a teacher-cache manifest ({error})") from error
-
 
 class TeacherCache:
     """A complete cache opened for reading, tensors memory-mapped from the shards.
@@ -162,9 +100,7 @@ class TeacherCache:
 
     def __init__(self, directory: str | Path, expect: dict[str, Any] | None = None) -> None:
         self.directory = Path(directory)
-        self.manifest = load_manifest(self.directory)
-        if not self.manifest.complete:
-            raise DraftsmithError(f"{directory}: the teacher cache is unfinished; run train/respond.py again")
+        self.manifest = CacheManifest.load_complete(self.directory)
         for key, value in (expect or {}).items():
             found = getattr(self.manifest, key)
             if found != value:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from .io import DraftsmithError, read_json, read_jsonl, sha256_json
 
 Messages = list[dict[str, str]]
 BINARY = (".json", ".arrow", ".gz", ".zst", ".zip")  # would be read as text, and make no sense
-HUB = "hf:"  # before the name of a dataset of the hub: hf:NAME or hf:NAME@SPLIT
+HUB = "hf:"  # before the name of a dataset of the hub: hf:NAME[:CONFIGURATION][@SPLIT]
 SHUFFLED = 10_000  # rows of a streamed dataset among which the next one is drawn
 # Who speaks in ShareGPT's `conversations`.
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
@@ -61,18 +63,21 @@ def parse_row(row: dict[str, Any], where: str, index: int, schemas: dict[str, st
             return Sample(sample_id, "sql", messages=[{"role": "user", "content": text}])
     if isinstance(row.get("text"), str):
         return Sample(sample_id, kind, text=row["text"])
-    raise DraftsmithError(f"{where}: expected one of 'messages', 'conversations', 'prompt' or 'text', found "
+    raise DraftsmithError(f"{where}: expected one of 'messages', 'conversations', 'prompt', 'text', or a "
+                          "'question' with its 'context' (or with a 'db_id' where prompts.schemas is set), found "
                           f"{sorted(row)}")
 
 
 def _sharegpt(turns: Any, where: str) -> Messages:
-    """ShareGPT's turns as chat messages. Raises `DraftsmithError` for turns that are none or of an unknown speaker."""
-    if not isinstance(turns, list) or not turns or not all(
+    """ShareGPT's turns as chat messages, from the first that is not the assistant's on; none may be left. Raises
+    `DraftsmithError` for turns that are none or of an unknown speaker."""
+    if not isinstance(turns, list) or not all(
             isinstance(t, dict) and isinstance(t.get("value"), str) and isinstance(t.get("from"), str) for t in turns):
         raise DraftsmithError(f"{where}: 'conversations' must be a list of objects with 'from' and 'value'")
     if unknown := [t["from"] for t in turns if t["from"] not in SHAREGPT_ROLES]:
         raise DraftsmithError(f"{where}: unknown speaker '{unknown[0]}'; known: {', '.join(SHAREGPT_ROLES)}")
-    return [{"role": SHAREGPT_ROLES[t["from"]], "content": t["value"]} for t in turns]
+    messages = [{"role": SHAREGPT_ROLES[t["from"]], "content": t["value"]} for t in turns]
+    return list(itertools.dropwhile(lambda m: m["role"] == "assistant", messages))
 
 
 def read_parquet(path: Path) -> list[dict[str, Any]]:
@@ -88,16 +93,18 @@ def read_parquet(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if v is not None} for row in rows]
 
 
-def stream_hub(name: str, seed: int, count: int) -> list[dict[str, Any]]:
-    """`count` rows of a dataset of the hub, `NAME` or `NAME@SPLIT`, streamed in an order drawn from the seed."""
+def stream_hub(name: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows of a dataset of the hub, `NAME[:CONFIGURATION][@SPLIT]`, streamed in an order drawn from the seed."""
     try:
         import datasets
     except ImportError as error:
         raise DraftsmithError(f"{HUB}{name} needs the package datasets: pip install 'draftsmith[train]'") from error
-    dataset, _, split = name.partition("@")
+    path, _, split = name.partition("@")
+    dataset, _, configuration = path.partition(":")
     try:
-        stream = datasets.load_dataset(dataset, split=split or "train", streaming=True)
-        return [dict(row) for row in stream.shuffle(seed=seed, buffer_size=SHUFFLED).take(count)]
+        stream = datasets.load_dataset(dataset, configuration or None, split=split or "train", streaming=True)
+        for row in stream.shuffle(seed=seed, buffer_size=SHUFFLED):
+            yield {k: v for k, v in row.items() if v is not None}
     except Exception as error:  # of the network, of the hub, or of the dataset's own files
         raise DraftsmithError(f"{HUB}{name}: cannot be read ({str(error).splitlines()[0] if str(error) else error!r}); "
                               "is the name right, and is there a network?") from error
@@ -130,30 +137,38 @@ def read_samples(path: str | Path, schemas: str | Path | None = None) -> list[Sa
     return samples
 
 
-def read_sources(shares: dict[str, float], schemas: str | Path | None, seed: int, count: int) -> list[Sample]:
-    """`count` samples of several files or datasets, each one's in an order drawn from the seed, mixed in these shares.
+def stream_sources(shares: dict[str, float], schemas: str | Path | None, seed: int) -> Iterator[Sample]:
+    """Samples of several files or datasets, each one's in an order drawn from the seed, mixed in these shares.
 
-    A larger count continues a smaller one. Where a file is used up the others go on. Raises as `read_samples`
-    does.
+    Where one is used up the others go on. Raises as `read_samples` does.
     """
-    left = {}
-    for number, path in enumerate(shares):
-        if path.startswith(HUB):
-            rows = stream_hub(path.removeprefix(HUB), seed, count)
-            samples = [parse_row(row, f"{path}, row {i + 1}", i) for i, row in enumerate(rows)]
-        else:
-            samples = read_samples(path, schemas)
-            random.Random(f"{seed} {number}").shuffle(samples)
-        if len(shares) > 1:  # ids are unique in one file only
-            samples = [replace(s, id=f"{Path(path).stem}/{s.id}") for s in samples]
-        left[path] = samples[::-1]
+    sources = {path: _source(path, schemas, seed, number, len(shares) > 1) for number, path in enumerate(shares)}
     taken = dict.fromkeys(shares, 0)
-    out: list[Sample] = []
-    while len(out) < count and any(left.values()):
-        path = min((p for p in shares if left[p]), key=lambda p: (taken[p] + 1) / shares[p])
+    while sources:
+        path = min(sources, key=lambda p: (taken[p] + 1) / shares[p])
+        sample = next(sources[path], None)
+        if sample is None:
+            del sources[path]
+            continue
         taken[path] += 1
-        out.append(left[path].pop())
-    return out
+        yield sample
+
+
+def _source(path: str, schemas: str | Path | None, seed: int, number: int, several: bool) -> Iterator[Sample]:
+    if path.startswith(HUB):
+        rows = stream_hub(path.removeprefix(HUB), seed)
+        samples: Iterator[Sample] = (parse_row(row, f"{path}, row {i + 1}", i) for i, row in enumerate(rows))
+    else:
+        read = read_samples(path, schemas)
+        random.Random(f"{seed} {number}").shuffle(read)
+        samples = iter(read)
+    for sample in samples:  # ids are unique in one file only
+        yield replace(sample, id=f"{Path(path).stem}/{sample.id}") if several else sample
+
+
+def read_sources(shares: dict[str, float], schemas: str | Path | None, seed: int, count: int) -> list[Sample]:
+    """The first `count` samples of `stream_sources`: a larger count continues a smaller one."""
+    return list(itertools.islice(stream_sources(shares, schemas, seed), count))
 
 
 def corpus_hash(samples: list[Sample]) -> str:

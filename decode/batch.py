@@ -166,8 +166,9 @@ class _Batch:
         group: list[int] = []
         for slot, rest in missing.items():
             lengths = [len(missing[s]) for s in group] + [len(rest)]
+            end = max(len(self.held[s]) for s in [*group, slot]) + max(lengths)  # of the padded rows
             if group and (slot != group[-1] + 1 or max(lengths) - min(lengths) > PREFILL_SPREAD
-                          or max(lengths) * len(lengths) > PREFILL_ROWS):
+                          or max(lengths) * len(lengths) > PREFILL_ROWS or end > self.cache.capacity):
                 self._read(group, [missing[s] for s in group], placed)
                 group = []
             group.append(slot)

@@ -21,7 +21,9 @@ def build_parser() -> argparse.ArgumentParser:
                                      "drafts.")
     commands = parser.add_subparsers(dest="command", required=True)
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("bundle", help="bundle folder")
+    shared.add_argument("bundle", help="bundle folder; with --draft, the target (a folder or hub name)")
+    shared.add_argument("--draft", help="any smaller model of the target's tokenizer as the draft, or 'none' for "
+                        "prompt lookup alone")
     shared.add_argument("--target", help="target folder or hub name (default: the one named in the bundle)")
     shared.add_argument("--precision", default="auto", help="of the target: auto, fp32, bf16 or int8")
     shared.add_argument("--draft-precision", default="auto", help="of the draft: auto (the faster), plain or int8")
@@ -70,6 +72,11 @@ def load(args: argparse.Namespace, quiet: bool) -> Decoder:
         if args.threads < 1:
             raise DraftsmithError(f"--threads must be 1 or more, not {args.threads}")
         torch.set_num_threads(args.threads)
+    if args.draft is not None:
+        if args.target is not None:
+            raise DraftsmithError("with --draft the first argument is the target: leave out --target")
+        draft = None if args.draft == "none" else args.draft
+        return Decoder.pair(args.bundle, draft, args.trust_remote_code, args.precision, args.draft_precision)
     return Decoder.load(args.bundle, args.target, quiet, args.trust_remote_code, args.precision, args.draft_precision)
 
 
@@ -108,6 +115,8 @@ def run_bench(args: argparse.Namespace) -> None:
 
     if args.count < 2:
         raise DraftsmithError(f"--count must be 2 or more, for an interval; not {args.count}")
+    if args.references and args.draft is not None:
+        raise DraftsmithError("--references compares a bundle's draft: leave out --draft")
     decoder = load(args, quiet=False)
     if args.passes:
         figures, text = benchtables.passes(decoder)

@@ -60,15 +60,18 @@ class DraftRunner:
 
     def __init__(self, config: Any, shape: DraftShape, tensors: dict[str, torch.Tensor], embedding_VH: torch.Tensor,
                  head_VH: torch.Tensor | None = None, precision: str = "plain") -> None:
-        """`tensors` as written by `ElasticDraft.portable_state`; the other two are the target's own. Without
-        `head_VH` the draft proposes the tokens of its trimmed head only.
+        """`tensors` as written by `ElasticDraft.portable_state`; the other two are the target's own, of which a draft
+        with an embedding of its own takes the device and dtype only. Without `head_VH` the draft proposes the
+        tokens of its trimmed head only.
 
         `precision`: "plain" (the embedding's dtype), "int8" (weights; the rest in bfloat16), or "auto", which times
         both on a CPU and keeps the faster. It costs acceptance, never correctness.
         """
-        self.config, self.shape, self.embedding, self.full_head = config, shape, embedding_VH, head_VH
         device, dtype = embedding_VH.device, embedding_VH.dtype
         tensors = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in tensors.items()}
+        if "embed" in tensors:  # the target's rows are of another size
+            embedding_VH, head_VH = tensors["embed"], None
+        self.config, self.shape, self.embedding, self.full_head = config, shape, embedding_VH, head_VH
         self.head_ids = tensors["head_ids"]
         self.head_set = set(self.head_ids.tolist())
         self.context = int(config.max_position_embeddings)

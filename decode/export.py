@@ -32,6 +32,11 @@ def stock_model(bundle: Bundle, target: Target, depth: int) -> Any:
         config.layer_types = config.layer_types[:depth]
     config.vocab_size = target.config.vocab_size
     embedding, head = target.embedding, target.head
+    if "embed" in bundle.tensors:
+        embedding, head = bundle.tensors["embed"], bundle.tensors["head"]
+        if len(head) != config.vocab_size:
+            raise DraftsmithError(f"the draft has a head of its own with {len(head)} of {config.vocab_size} tokens; a "
+                                  "stock model needs a row for each: train it with draft.vocab at the full size")
     config.tie_word_embeddings = embedding.data_ptr() == head.data_ptr()
     model: Any = AutoModelForCausalLM.from_config(config)
     state = {f"model.{k}": v for k, v in bundle.tensors.items()

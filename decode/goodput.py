@@ -2,9 +2,10 @@
 
 Per round it maximises (1 + sum_i prod_{j<=i} a_j) / (k * draft step + v(k + 1)) over variants, the lookup and k,
 k = 0 included. A gate, where there is one that beat every fixed variant, proposes the variant; whether and how far
-that one drafts, and whether the lookup does instead, is still decided by measured cost. Within the round it goes on drafting while the next token's expected gain, judged by a logistic
-on the draft's top-2 margin, exceeds what the same time earns at the planned rate; and the drafted chain gets those
-side branches whose gain exceeds what a row more in the pass costs.
+that one drafts, and whether the lookup does instead, is still decided by measured cost. Within the round it goes on
+drafting while the next token's expected gain, judged by a logistic on the draft's top-2 margin, exceeds what the
+same time earns at the planned rate; and the drafted chain gets those side branches whose gain exceeds what a row
+more in the pass costs.
 """
 
 from __future__ import annotations

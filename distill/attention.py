@@ -1,6 +1,6 @@
 """Attention over packed blocks, computed run by run: no work is done for pairs of tokens that do not see each other.
 
-On a CPU this takes a third of the time of one masked attention over the whole block (docs/training.md).
+On a CPU that is faster than one masked attention over the whole block (docs/training.md).
 """
 
 from __future__ import annotations

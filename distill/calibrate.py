@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from draftsmith.data import DraftsmithError
 from draftsmith.data.traces import Traces
 
-from .gate import expected_tokens, round_seconds
+from .gate import expected_tokens
 
 
 @dataclass
@@ -54,10 +55,12 @@ def break_even(step: float, verify: np.ndarray, k: int) -> float:
 def calibrate(traces: Traces, variant: str, k: int) -> Calibration:
     """Fit the thresholds for one variant that drafts k tokens a round."""
     number, meta = traces.meta["variants"].index(variant), traces.meta
-    rows = np.arange(1, k + 2)
-    verify = np.interp(rows, meta["verify_rows"], meta["verify_seconds"])
-    tokens, seconds = expected_tokens(traces.acceptance_NAH, k), round_seconds(traces, k)
-    speculating = (seconds / tokens)[:, number]
-    tau, mean = fit_tau(traces.confidence_N, speculating, float(verify[0]))
-    return Calibration(tau, break_even(meta["step_seconds"][number], verify, k), mean, float(speculating.mean()),
-                       float(verify[0]))
+    verify = np.interp(np.arange(1, k + 2), meta["verify_rows"], meta["verify_seconds"])
+    step = meta["step_seconds"][number]
+    # Decisions of prompts that this variant decoded: the confidence is of the draft that was running.
+    mine = traces.variant_N == number
+    if not mine.any():
+        raise DraftsmithError(f"the traces have no prompt decoded by {variant}: raise trace.prompts")
+    speculating = (k * step + verify[k]) / expected_tokens(traces.acceptance_NAH[mine], k)[:, number]
+    tau, mean = fit_tau(traces.confidence_N[mine], speculating, float(verify[0]))
+    return Calibration(tau, break_even(step, verify, k), mean, float(speculating.mean()), float(verify[0]))

@@ -17,11 +17,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, LlamaConfig, PretrainedConfig
 
-from .attention import NAME, Runs
+from .attention import NAME
+from .losses import LossHead
 from .variants import DraftShape
 
 # Families whose layers have a gated feed-forward block and whose cache the lean runner understands.
 GATED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def own_config(target: PretrainedConfig, layers: int, hidden: int, heads: int, kv_heads: int | None,
+               intermediate: int) -> PretrainedConfig:
+    """A Llama of sizes of its own over the target's vocabulary and context."""
+    return LlamaConfig(
+        vocab_size=target.vocab_size, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads or heads,
+        max_position_embeddings=getattr(target, "max_position_embeddings", None) or 2048,
+        bos_token_id=target.bos_token_id, eos_token_id=target.eos_token_id, tie_word_embeddings=False,
+    )
 
 
 def draft_config(target: PretrainedConfig, layers: int) -> PretrainedConfig:
@@ -56,18 +68,17 @@ def draft_config(target: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 class ElasticDraft(nn.Module):
-    """Layers, one norm per exit, the target's embedding and a trimmed head (both frozen by default).
+    """Layers, one norm per exit, an embedding and a trimmed head: the target's own, frozen, or with `own` trained.
 
     `head_ids` int64 [D] maps head rows to target token ids.
     """
 
     head_ids: torch.Tensor
     embed: torch.Tensor
-    head: torch.Tensor
 
     def __init__(
         self, config: PretrainedConfig, shape: DraftShape, embed_VH: torch.Tensor, head_DH: torch.Tensor,
-        head_ids_D: torch.Tensor,
+        head_ids_D: torch.Tensor, own: bool = False,
     ) -> None:
         super().__init__()
         if not 0 < shape.exit < shape.layers == config.num_hidden_layers:
@@ -79,9 +90,11 @@ class ElasticDraft(nn.Module):
         self.layers = stock.layers
         self.rotary = stock.rotary_emb
         self.norms = nn.ModuleDict({str(depth): copy.deepcopy(stock.norm) for depth in (shape.exit, shape.layers)})
-        # Buffers: frozen, and whole on every rank however the parameters are spread over them.
-        self.register_buffer("embed", embed_VH.clone(), persistent=False)
-        self.register_buffer("head", head_DH.clone())
+        if own:
+            self.embed = nn.Parameter(embed_VH.clone())
+        else:
+            self.register_buffer("embed", embed_VH.clone(), persistent=False)
+        self.head = LossHead(head_DH, own)
         self.register_buffer("head_ids", head_ids_D.clone())
         self.recompute = False  # activations of a layer in the backward pass, instead of keeping them
         self._width_BT: torch.Tensor | None = None
@@ -94,41 +107,51 @@ class ElasticDraft(nn.Module):
         neurons = torch.arange(args[0].shape[-1], device=args[0].device)
         return (args[0] * (neurons < self._width_BT[..., None]),)
 
-    def forward(
-        self, ids_BT: torch.Tensor, position_BT: torch.Tensor, mask_B1TT: torch.Tensor | None = None,
-        width_BT: torch.Tensor | None = None, runs: Runs | None = None,
+    def exits(
+        self, ids_BT: torch.Tensor, position_BT: torch.Tensor, seen: torch.Tensor | dict[str, Any],
+        width_BT: torch.Tensor | None = None,
     ) -> dict[int, torch.Tensor]:
         """Normed hidden states [B, T, H] by exit depth; `width_BT` neurons a token, None for all.
 
-        What a token sees is said by a mask, or by runs of tokens (`distill.attention`)."""
+        `seen`: a mask [B, 1, T, T], or what layers are to be told (`data.packing.Batch.seen`)."""
+        return dict(zip(sorted(map(int, self.norms)), self(ids_BT, position_BT, seen, width_BT), strict=True))
+
+    def forward(
+        self, ids_BT: torch.Tensor, position_BT: torch.Tensor, seen: torch.Tensor | dict[str, Any],
+        width_BT: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The values of `exits`, which is what to call; a tuple, as ZeRO 3 wants of a module."""
         x = nn.functional.embedding(ids_BT, self.embed)
-        seen = {"attention_mask": mask_B1TT, "position_embeddings": self.rotary(x, position_BT),
-                "position_ids": position_BT, "runs": runs}
-        exits = {}
+        told = {"position_embeddings": self.rotary(x, position_BT), "position_ids": position_BT,
+                **({"attention_mask": seen} if isinstance(seen, torch.Tensor) else seen)}
+        found = []
         for i, layer in enumerate(self.layers, 1):
-            call = partial(self._layer, layer, width_BT, seen)
+            call = partial(self._layer, layer, width_BT, told)
             x = checkpoint(call, x, use_reentrant=False) if self.recompute and self.training else call(x)
             if str(i) in self.norms:
-                exits[i] = self.norms[str(i)](x)
-        return exits
+                found.append(self.norms[str(i)](x))
+        return tuple(found)
 
-    def _layer(self, layer: nn.Module, width_BT: torch.Tensor | None, seen: dict[str, Any],
+    def _layer(self, layer: nn.Module, width_BT: torch.Tensor | None, told: dict[str, Any],
                x_BTH: torch.Tensor) -> torch.Tensor:
         """One layer at these widths, also where the backward pass computes it once more."""
         self._width_BT = width_BT
         try:
-            out = layer(x_BTH, **seen)
+            out = layer(x_BTH, **told)
         finally:
             self._width_BT = None
         return out[0] if isinstance(out, tuple) else out
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Logits over the trimmed head, [R, D]."""
-        return hidden_RH @ self.head.T
+        return hidden_RH @ self.head.weight.T
 
     def portable_state(self) -> dict[str, torch.Tensor]:
-        """Tensors of a bundle's `draft.safetensors`: layers, norms, head rows and their ids.
+        """Tensors of a bundle's `draft.safetensors`: layers, norms, head rows and their ids, and an embedding of its
+        own.
 
-        The embedding is left out: it is the target's, frozen, and is taken from the target at load.
+        The target's embedding is left out: it is frozen, and taken from the target at load.
         """
-        return {k: v.detach().clone().contiguous() for k, v in self.state_dict().items()}
+        state = {k: v.detach().clone().contiguous() for k, v in self.state_dict().items()}
+        state["head"] = state.pop("head.weight")
+        return state

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from draftsmith.data import DraftsmithError
+from transformers import PretrainedConfig
 
 from .elastic import GATED_FAMILIES, ElasticDraft, draft_config
 from .variants import DraftShape
@@ -35,6 +36,15 @@ def neuron_importance(model: Any, layers: list[int], batches: list[torch.Tensor]
     tokens = max(1, sum(b.numel() for b in batches))
     return [s / tokens * model.model.layers[i].mlp.down_proj.weight.norm(dim=0).float().cpu()
             for s, i in zip(sums, layers, strict=True)]
+
+
+def fresh_draft(config: PretrainedConfig, exit_depth: int, buckets: tuple[float, ...],
+                head_ids_D: torch.Tensor) -> ElasticDraft:
+    """An untrained draft of sizes of its own, embedding and head included."""
+    shape = DraftShape(config.num_hidden_layers, exit_depth, buckets, config.hidden_size, config.intermediate_size,
+                       len(head_ids_D))
+    embed = torch.randn(config.vocab_size, config.hidden_size) * config.initializer_range
+    return ElasticDraft(config, shape, embed, embed[head_ids_D], head_ids_D, own=True)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 TINY = 1e-30  # probabilities below count as this where a logarithm is taken of them
@@ -26,11 +27,13 @@ TINY = 1e-30  # probabilities below count as this where a logarithm is taken of 
 class Events:
     """p and q over the same events, [R, E]: log-probabilities, of the draft's those that are differentiated.
 
-    `logq` is -inf where the draft cannot go: a token outside its trimmed head, a tail that is empty.
+    `logq` is -inf where the draft cannot go: a token outside its trimmed head, a tail that is empty. `tail`: whether
+    the last event is all other tokens together.
     """
 
     logp: torch.Tensor
     logq: torch.Tensor
+    tail: bool = False
 
     @property
     def p(self) -> torch.Tensor:
@@ -61,7 +64,7 @@ def sparse_events(
     """
     tail = torch.where(tail_R > 0, tail_R.clamp_min(TINY), 0.0).log()
     logq: torch.Tensor = _EventLogQ.apply(logits_RV, top_ids_RK, temperature)
-    return Events(torch.cat([top_logp_RK, tail[:, None]], -1).to(logq.dtype), logq)
+    return Events(torch.cat([top_logp_RK, tail[:, None]], -1).to(logq.dtype), logq, tail=True)
 
 
 class _EventLogQ(torch.autograd.Function):
@@ -150,7 +153,8 @@ def hybrid(e: Events, eta: float) -> torch.Tensor:
 def hard(e: Events) -> torch.Tensor:
     """Cross-entropy of the teacher's likeliest token, which is the next token of greedy text; none where the draft
     cannot propose it."""
-    best = e.logq.gather(-1, e.logp[:, : e.logq.shape[-1]].argmax(-1, keepdim=True)).squeeze(-1)
+    tokens = e.logp[:, :-1] if e.tail else e.logp
+    best = e.logq.gather(-1, tokens.argmax(-1, keepdim=True)).squeeze(-1)
     possible = torch.isfinite(best)
     return -torch.where(possible, torch.where(possible, best, 0.0), 0.0)
 
@@ -176,29 +180,38 @@ def mixture(weights: dict[str, float], e: Events) -> torch.Tensor:
 # What a block of rows costs: (loss [R], figures [R] that are logged), from logits [R, V] and teacher tensors [R, ...].
 RowLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
-CHUNK_BYTES = 2**22  # of the logits that exist at once: what a processor's cache holds
+# Of the logits that exist at once: what a processor's cache holds; on a GPU, where launches cost more than memory, and
+# with a trained head, to whose gradient every chunk adds, more.
+CHUNK_BYTES, LARGE_CHUNK_BYTES = 2**22, 2**28
 
 
 class _HeadedLoss(torch.autograd.Function):
-    """Losses of chunks of rows, each with its gradient at once, so that no two chunks' logits exist together."""
+    """Losses of chunks of rows, each with its gradients at once, so that no two chunks' logits exist together."""
 
     @staticmethod
     def forward(ctx: Any, hidden_RH: torch.Tensor, head_VH: torch.Tensor, loss: RowLoss, dtype: torch.dtype,
                 *teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         exact = torch.promote_types(dtype, torch.float32)
-        rows = max(1, CHUNK_BYTES // (len(head_VH) * exact.itemsize))
-        grads, losses, figures = torch.empty_like(hidden_RH), [], []
+        small = hidden_RH.device.type == "cpu" and not ctx.needs_input_grad[1]
+        rows = max(1, (CHUNK_BYTES if small else LARGE_CHUNK_BYTES) // (len(head_VH) * exact.itemsize))
+        wanted = any(ctx.needs_input_grad[:2])
+        grads, losses, figures = torch.zeros_like(hidden_RH), [], []
+        of_head = torch.zeros_like(head_VH) if ctx.needs_input_grad[1] else None
         head = head_VH.to(dtype)
         for at in range(0, len(hidden_RH), rows):
             here = slice(at, at + rows)
-            with torch.enable_grad():
-                logits = (hidden_RH[here].to(dtype) @ head.T).to(exact).detach().requires_grad_()
+            hidden = hidden_RH[here].to(dtype)
+            with torch.set_grad_enabled(wanted):
+                logits = (hidden @ head.T).to(exact).detach().requires_grad_(wanted)
                 value, figure = loss(logits, *(t[here] for t in teacher))
-                (grad,) = torch.autograd.grad(value.sum(), logits)
-            grads[here] = (grad.to(dtype) @ head).to(grads.dtype)
+                grad = torch.autograd.grad(value.sum(), logits)[0].to(dtype) if wanted else None
+            if grad is not None:
+                grads[here] = (grad @ head).to(grads.dtype)
+                if of_head is not None:
+                    of_head += (grad.T @ hidden).to(of_head.dtype)
             losses.append(value.detach())
             figures.append(figure.detach())
-        ctx.save_for_backward(grads)
+        ctx.save_for_backward(grads, of_head)
         none = hidden_RH.new_zeros(0, dtype=exact)
         out = torch.cat([none, *losses]), torch.cat([none, *figures])
         ctx.mark_non_differentiable(out[1])
@@ -206,19 +219,39 @@ class _HeadedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grads,) = ctx.saved_tensors
-        return grads * upstream[0][:, None].to(grads.dtype), *[None] * (len(ctx.needs_input_grad) - 1)
+        grads, of_head = ctx.saved_tensors
+        weights, rest = upstream[0], [None] * (len(ctx.needs_input_grad) - 2)
+        if of_head is not None and len(weights):
+            if not bool((weights == weights[0]).all()):
+                raise ValueError("rows of a trained head must weigh the same: its gradient is already summed")
+            of_head = of_head * weights[0].to(of_head.dtype)
+        return grads * weights[:, None].to(grads.dtype), of_head, *rest
 
 
 def headed_loss(loss: RowLoss, hidden_RH: torch.Tensor, head_VH: torch.Tensor,
                 *teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`loss(hidden @ head.T, *teacher)` row by row, without the R x V logits in memory.
 
-    The head is frozen: it gets no gradient. Under autocast the products are in its type; the loss is computed in
-    float32 at least.
+    Where the head is trained too, whatever is made of the rows must weigh them alike (a sum, times a factor). Under
+    autocast the products are in its type; the loss is computed in float32 at least.
     """
     device = hidden_RH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RH.dtype
     with torch.autocast(device, enabled=False):
         rows, figures = _HeadedLoss.apply(hidden_RH, head_VH, loss, dtype, *teacher)
     return rows, figures
+
+
+class LossHead(nn.Module):
+    """A head [V, H] with the loss on its logits: a module of its own, so that ZeRO 3 gathers its weight for it."""
+
+    def __init__(self, weight_VH: torch.Tensor, trained: bool) -> None:
+        super().__init__()
+        if trained:
+            self.weight = nn.Parameter(weight_VH.clone())
+        else:  # a buffer is whole on every rank however the parameters are spread over them
+            self.register_buffer("weight", weight_VH.clone())
+
+    def forward(self, loss: RowLoss, hidden_RH: torch.Tensor,
+                *teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return headed_loss(loss, hidden_RH, self.weight, *teacher)

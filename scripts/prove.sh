@@ -7,7 +7,9 @@
 #   bash scripts/prove.sh gumbel [BUNDLE]     with a seed the text is the same for every draft, policy and proposer
 #   bash scripts/prove.sh sampling            20,000 texts: a test cannot tell speculative from plain, and tells a bias
 #   bash scripts/prove.sh identity [BUNDLE [N [PROMPTS [MAX_TOKENS]]]]   greedy text equals stock transformers'
-#   bash scripts/prove.sh resume              five SIGKILLs, the same weights and optimiser state
+#   bash scripts/prove.sh resume              five SIGKILLs on two ranks, the same weights and optimiser state
+#   bash scripts/prove.sh ranks               one rank and two, ZeRO 0 to 3: the same losses
+#   bash scripts/prove.sh memory              the loss over a vocabulary of 128k without its logits
 #   bash scripts/prove.sh wheel               the built wheel decodes without the training extras
 #   bash scripts/prove.sh engine [BUNDLE]     the engine against the machine's floor and against transformers
 #   bash scripts/prove.sh speed BUNDLE [N [KINDS]]   the loop against plain, fixed-length and transformers' decoding

@@ -44,7 +44,7 @@ BAD_INPUT = {
     ),
     "zero tokens asked": "decode/test_loop.py::test_max_tokens_is_never_overshot",
     "NaN logits": "decode/test_loop.py::test_logits_that_are_not_numbers_are_named_with_their_position",
-    "NaN loss": "train/test_training.py::test_a_loss_that_is_not_finite_stops_with_the_step",
+    "NaN loss": "train/test_training.py::test_a_loss_that_stays_not_finite_ends_the_job",
     "missing end-of-sequence id": (
         "decode/test_loop.py::test_a_target_without_end_of_sequence_writes_to_the_limit"
     ),

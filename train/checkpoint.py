@@ -25,8 +25,12 @@ KEEP = 2
 TAG = "state"
 
 
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def _barrier() -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if _world() > 1:
         dist.barrier()
 
 
@@ -58,7 +62,7 @@ def save_checkpoint(engine: Any, folder: Path, step: int, inputs: str) -> None:
             files = sorted(p for p in aside.rglob("*") if p.is_file())
             for file in files:
                 fsync_path(file)
-            write_json(aside / MARKER, {"step": step, "inputs": inputs, "files": {
+            write_json(aside / MARKER, {"step": step, "inputs": inputs, "ranks": _world(), "files": {
                 str(p.relative_to(aside)): sha256_file(p) for p in files}})
             shutil.rmtree(final, ignore_errors=True)
             os.replace(aside, final)
@@ -106,6 +110,9 @@ def load_checkpoint(engine: Any, folder: Path, inputs: str, discard_stale: bool 
         if read_json(checkpoint / MARKER)["inputs"] != inputs:
             raise DraftsmithError(f"{folder}: checkpoints of a different recipe or data; choose another 'out' folder "
                                   "or delete it")
+        if (ranks := read_json(checkpoint / MARKER).get("ranks", _world())) != _world():
+            raise DraftsmithError(f"{checkpoint}: written by {ranks} ranks, and this run has {_world()}; go on with as "
+                                  "many, or choose another 'out' folder")
         path, client = engine.load_checkpoint(str(checkpoint), tag=TAG)
         if path is None:
             raise DraftsmithError(f"{checkpoint}: DeepSpeed could not load it")

@@ -1,20 +1,19 @@
-"""Job `distill`: a teacher cache in, a trained elastic draft out.
+"""Job `distill`: a teacher cache, or a corpus and the target itself, in; a trained elastic draft out.
 
     deepspeed train/distill.py --recipe recipes/quickstart.yaml
 """
 
 from __future__ import annotations
 
-import bisect
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from draftsmith.data import DraftsmithError
+from draftsmith.data.blocks import TokenBlocks
 from draftsmith.data.chat import encode_prompts
-from draftsmith.data.io import atomic_dir, save_tensors, write_json
-from draftsmith.data.packing import Batch, Families, Unit, collate, merge, pack
+from draftsmith.data.io import atomic_dir, save_tensors, sha256_json, write_json
+from draftsmith.data.packing import Batch
 from draftsmith.data.teacher_cache import TeacherCache
 from draftsmith.decode.device import training_dtype
 from draftsmith.decode.draft import DraftRunner
@@ -22,43 +21,46 @@ from draftsmith.decode.loop import Generation
 from draftsmith.decode.policies import Fixed
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.sampling import Noise, SamplingParams
-from draftsmith.decode.target import Target, load_target
-from draftsmith.distill.elastic import ElasticDraft
-from draftsmith.distill.init import build_draft
-from draftsmith.distill.losses import headed_loss, mixture, sparse_events
+from draftsmith.decode.target import Target, load_description, resolve, weights_signature
+from draftsmith.distill.elastic import ElasticDraft, own_config
+from draftsmith.distill.init import build_draft, fresh_draft
+from draftsmith.distill.losses import mixture, sparse_events
 from draftsmith.distill.variants import Variant
 from draftsmith.distill.vocab import choose_vocabulary, inverse_map
+from draftsmith.train.batches import MicroBatch, batches_of
 from draftsmith.train.loop import Settings, ensure_distributed, fit, whole_weights
 from draftsmith.train.recipe import Recipe, parse_args
-from draftsmith.train.stage import from_first, inputs_hash, is_done, load_prompts, mark_done, prompts_hash, run_job, say
+from draftsmith.train.sections import DistillSection
+from draftsmith.train.stage import (
+    from_first,
+    from_hub,
+    inputs_hash,
+    is_done,
+    load_heldout,
+    local_device,
+    mark_done,
+    prompts_hash,
+    run_job,
+    say,
+    shared_target,
+)
+from draftsmith.train.teacher import OnlineTeacher
 from torch import nn
 
 SPAN = 8  # tokens that share a sampled width: the gate's interval
 
 
-@dataclass
-class MicroBatch:
-    """A batch with the step it belongs to and its number in the whole run, which seeds its widths."""
-
-    batch: Batch
-    step: int
-    number: int
-
-    def emptied(self) -> MicroBatch:
-        """The same tokens without a row to learn from."""
-        b = self.batch
-        return replace(self, batch=replace(b, row_index_R=b.row_index_R[:0], top_ids_RK=b.top_ids_RK[:0],
-                                           top_logp_RK=b.top_logp_RK[:0], tail_R=b.tail_R[:0]))
-
-
 class DistillModule(nn.Module):
     """Loss of one micro-batch: both exits at full width, and full depth at widths sampled per span."""
 
-    def __init__(self, draft: ElasticDraft, recipe: Recipe) -> None:
+    inverse: torch.Tensor
+
+    def __init__(self, draft: ElasticDraft, recipe: Recipe, steps: int, teacher: OnlineTeacher | None = None) -> None:
+        """`steps` in all; without a `teacher` its rows are in the batches."""
         super().__init__()
-        self.draft, self.d, self.seed = draft, recipe.distill, recipe.seed
+        self.draft, self.d, self.seed, self.steps, self.teacher = draft, recipe.distill, recipe.seed, steps, teacher
         self.widths = torch.tensor([draft.shape.width(Variant(draft.shape.layers, b)) for b in draft.shape.buckets])
-        self.inverse = inverse_map(draft.head_ids.cpu(), len(draft.embed))
+        self.register_buffer("inverse", inverse_map(draft.head_ids.cpu(), len(draft.embed)), persistent=False)
         self.dtype = training_dtype(recipe.distill.precision, "cuda" if torch.cuda.is_available() else "cpu")
 
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -66,10 +68,10 @@ class DistillModule(nn.Module):
         batch = micro.batch
         draft, shape, device = self.draft, self.draft.shape, self.draft.embed.device
         ids, position, rows = (t.to(device) for t in (batch.ids_BT, batch.position_BT, batch.row_index_R))
-        teacher = (self.inverse[batch.top_ids_RK].to(device), batch.top_logp_RK.to(device), batch.tail_R.to(device))
-        seen = self._what_is_seen(batch)
-
-        weights = self.d.loss_at(micro.step)
+        top_ids, logp, tail = self.teacher(batch) if self.teacher else (
+            batch.top_ids_RK, batch.top_logp_RK, batch.tail_R)
+        teacher = (self.inverse[top_ids.to(device)], logp.to(device), tail.to(device))
+        seen, weights = batch.seen(device), self.d.loss_at(micro.step, self.steps)
 
         def of_rows(logits_RD: torch.Tensor, ids_RK: torch.Tensor, logp_RK: torch.Tensor,
                     tail_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,14 +80,15 @@ class DistillModule(nn.Module):
 
         def loss(hidden_BTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             # Only rows that carry the loss reach the head.
-            return headed_loss(of_rows, hidden_BTH.flatten(0, 1)[rows], draft.head, *teacher)
+            return draft.head(of_rows, hidden_BTH.flatten(0, 1)[rows], *teacher)
 
         with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-            rows_of = {f"{depth}L": loss(hidden) for depth, hidden in draft(ids, position, **seen).items()}
+            rows_of = {f"{depth}L": loss(hidden) for depth, hidden in draft.exits(ids, position, seen).items()}
             whole = rows_of[f"{shape.layers}L"][0].sum() + self.d.exit_weight * rows_of[f"{shape.exit}L"][0].sum()
-            if self.d.narrow_weight > 0 and micro.number % self.d.narrow_every == 0:
+            # By turn: all ranks must make the same passes.
+            if self.d.narrow_weight > 0 and micro.turn % self.d.narrow_every == 0:
                 widths = self._sample_widths(position, batch, self.seed * 1_000_003 + micro.number)
-                narrow = loss(draft(ids, position, width_BT=widths, **seen)[shape.layers])
+                narrow = loss(draft.exits(ids, position, seen, widths)[shape.layers])
                 whole = whole + self.d.narrow_weight * narrow[0].sum()
                 for bucket, width in zip(shape.buckets, self.widths.tolist(), strict=True):
                     here = widths.flatten()[rows] == width
@@ -94,15 +97,6 @@ class DistillModule(nn.Module):
                  for name, pair in rows_of.items() for what, values in zip(("loss", "acceptance"), pair, strict=True)}
         parts["tokens"] = ((batch.document_BT >= 0).sum(), torch.tensor(1))
         return whole, parts
-
-    def _what_is_seen(self, batch: Batch) -> dict[str, Any]:
-        """Runs on a CPU; on a GPU a mask, with which one kernel does it all."""
-        device = self.draft.embed.device
-        if device.type == "cpu":
-            return {"runs": batch.segments()}
-        mask = batch.attention_mask().to(device)
-        # Padding sees itself alone, so that its softmax is defined.
-        return {"mask_B1TT": mask | torch.eye(mask.shape[-1], dtype=torch.bool, device=device)}
 
     def _sample_widths(self, position_BT: torch.Tensor, batch: Batch, seed: int) -> torch.Tensor:
         """A width for each (document, branch, span of 8 positions)."""
@@ -113,66 +107,16 @@ class DistillModule(nn.Module):
         return self.widths[choice[index]].to(position_BT.device)
 
 
-class PackedData:
-    """Packed blocks in an order that depends on (seed, epoch) alone, split over ranks by block.
-
-    In every epoch the documents of a family (prompts that begin alike) are merged anew, as many as a block holds.
-    """
-
-    def __init__(self, cache: TeacherCache, recipe: Recipe, rank: int, world: int) -> None:
-        self.cache, self.d, self.seed, self.rank, self.world = cache, recipe.distill, recipe.seed, rank, world
-        self.per_step = self.d.micro_batch * self.d.accumulation * world
-        self.starts = [0]  # number of the first block of each epoch packed so far
-        self.packed: tuple[int, list[list[Unit]]] = (-1, [])
-        documents = [cache[i] for i in range(len(cache))]
-        # A document whose prompt fills a block has no row left to learn from.
-        self.kept = [i for i, doc in enumerate(documents) if doc.row_token[0] < self.d.block]
-        if not self.kept:
-            raise DraftsmithError(f"every prompt is longer than a block of {self.d.block} tokens: raise distill.block")
-        cut = sum(len(documents[i].tokens) > self.d.block for i in self.kept)
-        if len(self.kept) < len(documents) or cut:
-            say(f"distill: {len(documents) - len(self.kept)} documents left out and {cut} cut, being longer than a "
-                f"block of {self.d.block} tokens (distill.block)")
-        self.families = Families({i: documents[i] for i in self.kept})
-
-    def _epoch(self, epoch: int) -> list[list[Unit]]:
-        if self.packed[0] != epoch:
-            units = self.families.units(self.d.block, np.random.default_rng([self.seed, epoch]))
-            blocks = pack([unit.length for unit in units], self.d.block)
-            self.packed = (epoch, [[units[i] for i in block] for block in blocks])
-        return self.packed[1]
-
-    def _block(self, number: int) -> list[Unit]:
-        """What stands in the n-th block of the endless stream of epochs."""
-        while number >= self.starts[-1]:
-            self.starts.append(self.starts[-1] + len(self._epoch(len(self.starts) - 1)))
-        epoch = bisect.bisect_right(self.starts, number) - 1
-        return self._epoch(epoch)[number - self.starts[epoch]]
-
-    def batches(self, step: int) -> list[MicroBatch]:
-        """This rank's micro-batches of a step."""
-        out = []
-        for a in range(self.d.accumulation):
-            first = step * self.per_step + (a * self.world + self.rank) * self.d.micro_batch
-            blocks = [[merge([self.cache[i] for i in unit.documents], unit.shared) for unit in self._block(first + b)]
-                      for b in range(self.d.micro_batch)]
-            out.append(MicroBatch(collate(blocks, self.d.block), step, first // self.d.micro_batch))
-        return out
-
-
 def heldout_acceptance(runner: Runner, draft: ElasticDraft, state: dict[str, torch.Tensor], target: Target,
-                       recipe: Recipe) -> dict[str, float]:
+                       d: DistillSection, prompts: list[list[int]]) -> dict[str, float]:
     """True acceptance by the production loop, greedy, on held-out prompts, for the largest variant and the exit.
 
     `state`: the draft's weights as they are."""
-    d = recipe.distill
     live = DraftRunner(draft.config, draft.shape, state, target.embedding, target.head)
     out = {}
-    samples = load_prompts(recipe, "heldout")
-    _, prompts = encode_prompts(target.tokenizer, samples, runner.context - d.eval_tokens)
     for variant in (draft.shape.variants()[-1], draft.shape.variants()[0]):
         accepted = rejected = steps = emitted = 0
-        for prompt in prompts[: d.eval_prompts]:
+        for prompt in prompts:
             generation = Generation(prompt, SamplingParams(max_tokens=d.eval_tokens), Fixed(d.eval_k, variant), runner,
                                     live, Noise(), target.eos_ids)
             tokens = generation.prefill()
@@ -200,53 +144,95 @@ def calibration_batches(cache: TeacherCache, tokens: int) -> list[torch.Tensor]:
     return out
 
 
-def make_draft(recipe: Recipe, target: Target, cache: TeacherCache) -> ElasticDraft:
-    """The draft before training: vocabulary from the answers, layers from the target."""
+def make_draft(recipe: Recipe, target: Target, source: TeacherCache | TokenBlocks) -> ElasticDraft:
+    """The draft before training: vocabulary from the text, layers from the target, or fresh ones of its own shape."""
     torch.manual_seed(recipe.seed)
-    vocab_size = len(target.model.get_input_embeddings().weight)
-    answers, prompts = cache.token_counts(vocab_size)
-    head_ids = choose_vocabulary(answers, recipe.draft.vocab, target.eos_ids, prompts)
-    return build_draft(target.model, recipe.draft.init_layers, recipe.draft.exit, tuple(recipe.draft.buckets), head_ids,
-                       calibration_batches(cache, recipe.draft.calibration_tokens))
+    r, vocab_size = recipe.draft, len(target.model.get_input_embeddings().weight)
+    answers, prompts = source.token_counts(vocab_size)
+    head_ids = choose_vocabulary(answers, r.vocab, target.eos_ids, prompts)
+    if r.own is not None:
+        config = own_config(target.config, r.depth, **r.own.model_dump())
+        return fresh_draft(config, r.exit, tuple(r.buckets), head_ids)
+    if isinstance(source, TeacherCache):
+        texts = calibration_batches(source, r.calibration_tokens)
+    else:
+        count = min(len(source), -(-r.calibration_tokens // source.length))
+        texts = [torch.from_numpy(source.block(n)[0])[None] for n in range(count)]
+    return build_draft(target.model, r.init_layers, r.exit, tuple(r.buckets), head_ids, texts)
 
 
 def save_draft(recipe: Recipe, draft: ElasticDraft, state: dict[str, torch.Tensor], inputs: str,
-               figures: dict[str, float]) -> None:
+               figures: dict[str, float], source: dict[str, Any]) -> None:
+    """`source`: what the draft was made for and from, for the bundle's manifest."""
     with atomic_dir(recipe.draft_dir) as aside:
         save_tensors(aside / "draft.safetensors", state)
         write_json(aside / "draft.json", {"config": draft.config.to_dict(), "shape": draft.shape.to_json(),
-                                          "heldout": figures, "recipe": recipe.model_dump(
+                                          "heldout": figures, "source": source, "recipe": recipe.model_dump(
                                               mode="json", include={"target", "draft", "distill"})})
         mark_done(aside / "stage.json", inputs)
+
+
+def open_source(recipe: Recipe) -> tuple[TeacherCache | TokenBlocks, list[str]]:
+    """What is trained on, and hashes of it: of its shards, and of a teacher that is not in them."""
+    d = recipe.distill
+    if d.teacher == "online":
+        blocks = TokenBlocks(recipe.blocks_dir, d.block)
+        config, _ = load_description(recipe.target.name, recipe.target.trust_remote_code)
+        teacher = weights_signature(resolve(recipe.target.name), config)
+        return blocks, [teacher, *(shard["files"]["tokens"]["sha256"] for shard in blocks.manifest.shards)]
+    expected: dict[str, Any] = {"temperature": d.temperature, "k": recipe.respond.k}
+    if not from_hub(recipe):
+        expected["corpus_hash"] = prompts_hash(recipe, "train")
+    cache = TeacherCache(recipe.cache_dir, expected)
+    return cache, [shard["sha256"] for shard in cache.manifest.shards]
+
+
+def check_source(source: TeacherCache | TokenBlocks, target: Target) -> None:
+    """Refuse what was made for another target."""
+    if isinstance(source, TokenBlocks):
+        if source.manifest.tokenizer_hash != target.fingerprint()["tokenizer_hash"]:
+            raise DraftsmithError(f"{source.directory}: tokenized with another tokenizer than the target's; run "
+                                  "train/prepare.py for this one")
+        return
+    made_for = source.manifest.target
+    for key, value in target.fingerprint().items():
+        if made_for[key] != value:
+            raise DraftsmithError(f"{source.directory}: made for another target ('{made_for['name']}', its {key} "
+                                  "differs); run train/respond.py for this one")
 
 
 def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
     recipe: Recipe = args.recipe
     d = recipe.distill
-    cache = TeacherCache(recipe.cache_dir, {"temperature": d.temperature, "k": recipe.respond.k,
-                                            "corpus_hash": prompts_hash(recipe, "train")})
-    inputs = inputs_hash(recipe, ["target", "draft", "distill"], cache=[s["sha256"] for s in cache.manifest.shards],
-                         exclude={"save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_k"})
+    source, hashes = open_source(recipe)
+    inputs = inputs_hash(recipe, ["target", "draft", "distill"], cache=hashes, exclude={
+        "save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_k", "max_skipped", "recompute"})
     if is_done(recipe.draft_dir / "stage.json", inputs):
         say(f"distill: {recipe.draft_dir} is up to date, nothing to do")
         return
     ensure_distributed()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    target = load_target(recipe.target.name, trust_remote_code=recipe.target.trust_remote_code)
-    for key, value in target.fingerprint().items():
-        if cache.manifest.target[key] != value:
-            raise DraftsmithError(f"{recipe.cache_dir}: made for another target ('{cache.manifest.target['name']}', "
-                                  f"its {key} differs); run train/respond.py for this one")
-    draft = make_draft(recipe, target, cache)
+    online = d.teacher == "online"
+    dtype = training_dtype(d.precision, local_device()) if online else None
+    target = shared_target(recipe, dtype)
+    check_source(source, target)
+    draft = make_draft(recipe, target, source)
     draft.recompute = d.recompute
+    data = batches_of(source, d, recipe.seed, rank, world)
+    steps = d.steps or max(1, round((d.epochs or 0) * data.each_epoch / data.per_step))
     trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
-    say(f"distill: {trained / 1e6:.1f} M trained weights, head of {draft.shape.head} tokens, {len(cache)} documents")
+    say(f"distill: {trained / 1e6:.1f} M trained weights, head of {draft.shape.head} tokens; {steps} steps of "
+        f"{data.per_step} blocks, {steps * data.per_step / data.each_epoch:.1f} epochs")
     runner = load_runner(target)
-    data = PackedData(cache, recipe, rank, world)
-    settings = Settings("distill", d.steps, d.lr, d.warmup, d.final_lr, d.betas, d.weight_decay, d.clip, d.accumulation,
+    settings = Settings("distill", steps, d.lr, d.warmup, d.final_lr, d.betas, d.weight_decay, d.clip, d.accumulation,
                         d.zero_stage, d.save_every, d.max_skipped)
+    module = DistillModule(draft, recipe, steps, OnlineTeacher(target, d.online_k, d.temperature) if online else None)
     figures: dict[str, float] = {}
+    prompts: list[list[int]] = []
+    if rank == 0 and d.eval_prompts:
+        limit = runner.context - d.eval_tokens
+        prompts = encode_prompts(target.tokenizer, load_heldout(recipe), limit)[1][: d.eval_prompts]
 
     def weights() -> dict[str, torch.Tensor]:
         with whole_weights(draft, settings):
@@ -258,7 +244,7 @@ def main() -> None:
         state = weights()
         if rank != 0:
             return {}
-        figures.update(heldout_acceptance(runner, draft, state, target, recipe))
+        figures.update(heldout_acceptance(runner, draft, state, target, d, prompts))
         top = draft.shape.variants()[-1].name
         say(f"distill: step {step}: held-out acceptance {figures[f'heldout/acceptance_{top}']:.3f}, "
             f"{figures[f'heldout/tokens_per_step_{top}']:.2f} tokens per step at k = {d.eval_k}")
@@ -267,13 +253,14 @@ def main() -> None:
     def rows(micro: MicroBatch) -> int:
         return len(micro.batch.tail_R)
 
-    fit(DistillModule(draft, recipe), data.batches, rows, settings, recipe.folder, inputs, d.micro_batch, evaluate,
+    fit(module, data, rows, settings, recipe.folder, inputs, d.micro_batch, evaluate,
         d.eval_every, emptied=MicroBatch.emptied)
     if from_first(not figures):  # resumed after the last evaluation
-        evaluate(d.steps)
+        evaluate(steps)
     state = weights()
     if rank == 0:
-        save_draft(recipe, draft, state, inputs, figures)
+        save_draft(recipe, draft, state, inputs, figures, {
+            "target": {"name": recipe.target.name, **target.fingerprint()}, "data": sha256_json(hashes)})
         say(f"distill: draft written to {recipe.draft_dir}")
 
 

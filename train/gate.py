@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import load_tensors, read_json, sha256_json
-from draftsmith.data.teacher_cache import load_manifest
+from draftsmith.data.teacher_cache import CacheManifest
 from draftsmith.data.traces import Traces, read_traces
 from draftsmith.decode.bundle import Manifest, save_bundle
 from draftsmith.decode.target import load_description
@@ -99,15 +99,22 @@ def acceptance_by_variant(traces: Traces) -> dict[str, float]:
     return {name: float(a) for name, a in zip(traces.meta["variants"], mean, strict=True)}
 
 
-def provenance(recipe: Recipe, trained_with: dict[str, Any]) -> dict[str, Any]:
+def draft_facts(recipe: Recipe) -> dict[str, Any]:
+    """What distill wrote beside the draft; a draft of an earlier release has its source in the teacher cache."""
+    facts: dict[str, Any] = read_json(recipe.draft_dir / "draft.json")
+    if "source" not in facts:
+        cache = CacheManifest.load(recipe.cache_dir)
+        facts["source"] = {"target": cache.target, "data": sha256_json(cache.shards)}
+    return facts
+
+
+def provenance(recipe: Recipe, trained_with: dict[str, Any], data: str) -> dict[str, Any]:
     import deepspeed
     import transformers
 
-    cache = load_manifest(recipe.cache_dir)
     return {
         # What was overridden for the draft was overridden there, not here.
-        "recipe": {**recipe.model_dump(mode="json", by_alias=True), **trained_with}, "data": sha256_json(cache.shards),
-        "corpus_hash": cache.corpus_hash, "versions": {
+        "recipe": {**recipe.model_dump(mode="json", by_alias=True), **trained_with}, "data": data, "versions": {
             "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
             "deepspeed": deepspeed.__version__}, "commit": commit(),
     }
@@ -126,18 +133,17 @@ def commit() -> str | None:
 
 def write_bundle(recipe: Recipe, gate: Gate, report: GateReport, traces: Traces, fitted: Calibration,
                  inputs: str) -> None:
-    facts = read_json(recipe.draft_dir / "draft.json")
-    target = load_manifest(recipe.cache_dir).target
-    meta = traces.meta
+    facts, meta = draft_facts(recipe), traces.meta
     manifest = Manifest(
-        target=target, draft={"config": facts["config"], "shape": facts["shape"]},
+        target=facts["source"]["target"], draft={"config": facts["config"], "shape": facts["shape"]},
         policy={"default": recipe.bundle.policy, "variant": report.best_fixed, "use_gate": report.beats_fixed,
                 # What the recipe says of a threshold stands.
                 "paper": {"tau": fitted.tau, "stop_acceptance": fitted.stop_acceptance, **recipe.bundle.paper},
                 "goodput": {"acceptance": acceptance_by_variant(traces), "margin": meta["margin"]}},
         gate={"features": gate.inner.in_features, "hidden": gate.inner.out_features, "report": asdict(report),
               "calibration": asdict(fitted)},
-        costs=meta.get("costs", {}), provenance={**provenance(recipe, facts["recipe"]), "inputs": inputs},
+        costs=meta.get("costs", {}),
+        provenance={**provenance(recipe, facts["recipe"], facts["source"]["data"]), "inputs": inputs},
         evaluation={"heldout": facts["heldout"]},
     )
     _, tokenizer = load_description(recipe.target.name, recipe.target.trust_remote_code)

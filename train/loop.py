@@ -133,14 +133,14 @@ class Log:
         self.board = SummaryWriter(str(folder / "tb" / name), purge_step=step + 1)
         path = folder / f"{name}.jsonl"
         kept = []
-        if path.is_file():
+        if step and path.is_file():
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
                     if json.loads(line)["step"] <= step:
                         kept.append(line)
                 except (json.JSONDecodeError, KeyError):
                     continue  # the last line of a killed run
-        if kept or path.is_file():
+        if path.is_file():
             write_text(path, "".join(line + "\n" for line in kept))
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("a", encoding="utf-8")
@@ -161,13 +161,18 @@ class Log:
             self.file.close()
 
 
-def total(value: float, device: torch.device) -> float:
-    """The sum of `value` over ranks."""
+def totals(values: list[float], device: torch.device) -> list[float]:
+    """The sums of some values over ranks, which all must pass as many."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(tensor)
-    return float(tensor)
+    found: list[float] = tensor.tolist()
+    return found
+
+
+def total(value: float, device: torch.device) -> float:
+    return totals([value], device)[0]
 
 
 def fit(
@@ -181,9 +186,9 @@ def fit(
     position on resume). `module(batch)` returns the sum of losses over `count(batch)` units and
     {name: (sum, number)} of what is logged as a mean ("tokens" as a rate); gradients are normalised by the
     units of all ranks and micro-batches together. A checkpoint of other inputs is refused, or thrown away
-    where `discard_stale` says that the job is quickly done again. A micro-batch whose loss is not finite counts
-    for nothing (`emptied(batch)` has no unit in it); settings.max_skipped such steps in a row are an error.
-    SIGTERM ends the job after its step, with a checkpoint.
+    where `discard_stale` says that the job is quickly done again. The rows of a micro-batch whose loss is not
+    finite are left out (`emptied(batch)` is one without any); settings.max_skipped such steps in a row are an
+    error. SIGTERM ends the job after its step, with a checkpoint.
     """
     engine = make_engine(module, settings, micro_batch)
     checkpoints = folder / "checkpoints" / settings.name
@@ -206,32 +211,38 @@ def fit(
             parts = batches(step)
             units = total(float(sum(count(b) for b in parts)), engine.device)
             means, rates, bad = _step(engine, parts, count, emptied, settings.accumulation * world / max(1.0, units))
-            skipped = skipped + 1 if bad else 0
-            if bad:
-                say(f"{settings.name}: step {step + 1}: {bad} micro-batches without a finite loss, left out")
-            if skipped >= settings.max_skipped:
-                raise DraftsmithError(f"{settings.name}: the loss has not been finite for {skipped} steps (the last is "
-                                      f"{step + 1}); lower lr, or look at the data")
+            skipped = _note_skipped(settings, step + 1, bad, skipped)
             seconds = time.perf_counter() - began
             done = step + 1
             scalars = {**means, "train/lr": rate, "train/rows_per_second": units / seconds, "train/skipped": float(bad),
                        **{f"train/{name}_per_second": value / seconds for name, value in rates.items()}}
             bar.set_postfix(loss=f"{means.get('train/loss', math.nan):.3f}", refresh=False)
+            stop = total(float(termination.asked), engine.device) > 0  # within the seconds that are left
             # Measured and logged before the checkpoint: a job resumed from it has them already.
-            if evaluate is not None and (done % eval_every == 0 or done == settings.steps):
+            if evaluate is not None and not stop and (done % eval_every == 0 or done == settings.steps):
                 scalars.update(evaluate(done))
             log.scalars(done, scalars)
-            stop = total(float(termination.asked), engine.device) > 0
-            if done % settings.save_every == 0 or done == settings.steps or stop:
+            last = done == settings.steps
+            # What a step without a finite loss has done to the weights is not known yet.
+            if last or ((done % settings.save_every == 0 or stop) and not bad):
                 save_checkpoint(engine, checkpoints, done, inputs)
-            if stop and done < settings.steps:
-                bar.close()
+            if stop and not last:
                 log.close()
-                raise Terminated(f"asked to end: stopped after step {done}, with a checkpoint; run the same command "
-                                 "again to go on")
+                raise Terminated(f"asked to end: stopped after step {done}; run the same command again to go on")
     bar.close()
     log.close()
     return engine
+
+
+def _note_skipped(settings: Settings, step: int, bad: int, before: int) -> int:
+    """How many steps in a row have had a micro-batch without a finite loss; too many are an error."""
+    if not bad:
+        return 0
+    say(f"{settings.name}: step {step}: {bad} micro-batches without a finite loss, left out")
+    if before + 1 >= settings.max_skipped:
+        raise DraftsmithError(f"{settings.name}: the loss has not been finite for {before + 1} steps (the last is "
+                              f"{step}); lower lr, or look at the data")
+    return before + 1
 
 
 def _step(engine: Any, parts: list[Any], count: Callable[[Any], int], emptied: Callable[[Any], Any],
@@ -254,6 +265,7 @@ def _step(engine: Any, parts: list[Any], count: Callable[[Any], int], emptied: C
         for key, (value, number) in {"loss": (loss.detach(), count(batch) if finite else 0), **metrics}.items():
             before = sums.get(key, (0.0, 0.0))
             sums[key] = (before[0] + float(value), before[1] + float(number))
-    rates = {k: total(sums.pop(k)[0], engine.device) for k in ("tokens",) if k in sums}
-    summed = {k: (total(v, engine.device), total(n, engine.device)) for k, (v, n) in sums.items()}
-    return {f"train/{k}": v / n for k, (v, n) in summed.items() if n > 0}, rates, bad
+    summed = totals([x for pair in sums.values() for x in pair], engine.device)
+    found = dict(zip(sums, zip(summed[::2], summed[1::2], strict=True), strict=True))
+    rates = {k: found.pop(k)[0] for k in ("tokens",) if k in found}
+    return {f"train/{k}": v / n for k, (v, n) in found.items() if n > 0}, rates, bad

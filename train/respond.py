@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from draftsmith.data import DraftsmithError
 from draftsmith.data.chat import assistant_mask, encode_prompts, prompt_ids
 from draftsmith.data.prefixes import families
 from draftsmith.data.teacher_cache import CacheManifest, CacheWriter, Document, teacher_rows
@@ -21,7 +20,7 @@ from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.target import Target
 from draftsmith.train.recipe import Recipe, parse_args
 from draftsmith.train.stage import (
-    from_first,
+    first_makes,
     gather,
     load_prompts,
     local_device,
@@ -115,7 +114,7 @@ def score(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter, s
         documents: list[Document] = []
         for sample in samples[shard * r.shard_documents : (shard + 1) * r.shard_documents]:
             if sample.messages is not None:
-                ids, mask = assistant_mask(target.tokenizer, sample.messages)
+                ids, mask = assistant_mask(target.tokenizer, sample.messages) if sample.messages else ([], [])
             else:
                 ids = prompt_ids(target.tokenizer, sample)
                 mask = [True] * len(ids)
@@ -174,15 +173,7 @@ def open_cache(recipe: Recipe, target: Target, samples: list[Sample], dtype: str
         settings={"seed": recipe.seed, "weights": target.signature,
                   **recipe.respond.model_dump(mode="json", exclude={"batch"}), "dtype": dtype},
     )
-    problem = None
-    if rank() == 0:
-        try:
-            CacheWriter(recipe.cache_dir, manifest)
-        except DraftsmithError as error:
-            problem = str(error)
-    if problem := from_first(problem):
-        raise DraftsmithError(problem)
-    return CacheWriter(recipe.cache_dir, manifest)
+    return first_makes(lambda: CacheWriter(recipe.cache_dir, manifest))
 
 
 def finish(writer: CacheWriter, shards: int, recipe: Recipe) -> None:

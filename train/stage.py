@@ -6,17 +6,20 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import read_json, sha256_json, write_json
-from draftsmith.data.text import Sample, corpus_hash, read_sources
+from draftsmith.data.text import HUB, Sample, corpus_hash, read_sources
 from draftsmith.decode.target import Target, load_target, resolve
 
 from .recipe import Recipe
+
+Made = TypeVar("Made")
 
 
 def rank() -> int:
@@ -79,6 +82,19 @@ def from_first(value: Any) -> Any:
     return value
 
 
+def first_makes(make: Callable[[], Made]) -> Made:
+    """What `make` returns, on every rank; the first rank makes it before the others, or says for all what is wrong."""
+    problem, made = None, None
+    if rank() == 0:
+        try:
+            made = make()
+        except DraftsmithError as error:
+            problem = str(error)
+    if problem := from_first(problem):
+        raise DraftsmithError(problem)
+    return make() if made is None else made
+
+
 def say(message: str) -> None:
     """A line of progress, from the first rank only."""
     if rank() == 0:
@@ -87,7 +103,7 @@ def say(message: str) -> None:
 
 # How a collective fails when the other side of it has died, in the words of gloo and NCCL.
 RANK_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting",
-                "remote process exited", "NCCL")
+                "remote process exited", "communicator was aborted")
 
 
 class Terminated(Exception):
@@ -133,16 +149,30 @@ def mark_done(marker: Path, inputs: str, **facts: Any) -> None:
 
 def load_prompts(recipe: Recipe, split: str) -> list[Sample]:
     """The prompts of a split, "train" or "heldout". Raises if a held-out prompt is also trained on."""
-    samples = {s: _load(recipe, s) for s in ("train", "heldout")}
-    seen = {str(s.messages or s.text) for s in samples["train"]}
-    for sample in samples["heldout"]:
-        if str(sample.messages or sample.text) in seen:
-            raise DraftsmithError(f"held-out prompt '{sample.id}' is also a training prompt")
-    return samples[split]
+    samples = {s: load_split(recipe, s) for s in ("train", "heldout")}
+    seen = {str(s.messages or s.text) for s in samples["train"] if s.messages or s.text}
+    apart = [s for s in samples["heldout"] if str(s.messages or s.text) not in seen]
+    if len(apart) < len(samples["heldout"]):
+        if not recipe.prompts.text_words:
+            both = next(s for s in samples["heldout"] if str(s.messages or s.text) in seen)
+            raise DraftsmithError(f"held-out prompt '{both.id}' is also a training prompt")
+        # Texts cut to their first words may well begin alike.
+        say(f"left out {len(samples['heldout']) - len(apart)} held-out texts that begin as training ones do")
+    return apart if split == "heldout" else samples[split]
 
 
-def _load(recipe: Recipe, split: str, spare: bool = False) -> list[Sample]:
-    """`spare`: fewer than asked will do."""
+def load_heldout(recipe: Recipe) -> list[Sample]:
+    """Held-out prompts, for a job that does not read the training ones; `respond` has told them apart."""
+    return load_split(recipe, "heldout")
+
+
+def from_hub(recipe: Recipe) -> bool:
+    """Whether training prompts are streamed, so that reading them only to look at them would be a waste."""
+    return any(path.startswith(HUB) for path in shares_of(recipe.prompts.train))
+
+
+def load_split(recipe: Recipe, split: str, spare: bool = False) -> list[Sample]:
+    """The prompts of a split, "train" or "heldout", as they are. `spare`: fewer than asked will do."""
     source: str | dict[str, float] = getattr(recipe.prompts, split)
     count: int = getattr(recipe.prompts, f"{split}_count")
     if source == "quickstart":
@@ -155,8 +185,14 @@ def _load(recipe: Recipe, split: str, spare: bool = False) -> list[Sample]:
         except ValueError as error:
             raise DraftsmithError(f"prompts.{split}_count: {error}") from error
         return [Sample(r["id"], r["kind"], messages=r["messages"]) for r in rows]
-    shares = source if isinstance(source, dict) else {source: 1.0}
-    return read_sources(shares, recipe.prompts.schemas, recipe.seed, count)
+    samples = read_sources(shares_of(source), recipe.prompts.schemas, recipe.seed, count)
+    if words := recipe.prompts.text_words:
+        samples = [s if s.text is None else replace(s, text=" ".join(s.text.split()[:words])) for s in samples]
+    return samples
+
+
+def shares_of(source: str | dict[str, float]) -> dict[str, float]:
+    return source if isinstance(source, dict) else {source: 1.0}
 
 
 def prompts_hash(recipe: Recipe, split: str) -> str:
@@ -164,15 +200,24 @@ def prompts_hash(recipe: Recipe, split: str) -> str:
 
 
 def load_trace_prompts(recipe: Recipe) -> list[Sample]:
-    """Prompts for traces: those of the training source after the ones that were trained on.
+    """Prompts for traces: those of the training source after the ones that were trained on; of the held-out source
+    after the held-out ones, where the corpus was trained on as a whole.
 
     Acceptance on text that the draft has seen would flatter it. Where the source has no more prompts,
     training prompts are used, and that is said.
     """
     train, count = recipe.prompts.train_count, recipe.trace.prompts
-    fresh = _load(recipe.model_copy(update={"prompts": recipe.prompts.model_copy(
+    if recipe.distill.teacher == "online":
+        used = recipe.prompts.heldout_count
+        more = recipe.prompts.model_copy(update={"heldout_count": used + count})
+        fresh = load_split(recipe.model_copy(update={"prompts": more}), "heldout")[used:]
+        if len(fresh) < count:
+            say(f"trace: only {len(fresh)} texts beyond the held-out ones; filling up with those")
+            fresh += load_heldout(recipe)[: count - len(fresh)]
+        return fresh
+    fresh = load_split(recipe.model_copy(update={"prompts": recipe.prompts.model_copy(
         update={"train_count": train + count})}), "train", spare=True)[train:]
-    held = {str(s.messages or s.text) for s in _load(recipe, "heldout")}
+    held = {str(s.messages or s.text) for s in load_split(recipe, "heldout")}
     fresh = [s for s in fresh if str(s.messages or s.text) not in held]
     if len(fresh) < count:
         say(f"trace: only {len(fresh)} prompts beyond the training ones; filling up with training prompts, whose "

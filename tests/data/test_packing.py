@@ -132,16 +132,17 @@ def test_the_row_check_notices_rows_shifted_by_one(documents: list[Document]) ->
 
 def run_packed(draft: Any, batch: Batch, by_runs: bool = False) -> dict[int, torch.Tensor]:
     mask = batch.attention_mask() | torch.eye(batch.ids_BT.shape[1], dtype=torch.bool)  # as in training
-    seen: dict[str, Any] = {"runs": batch.segments()} if by_runs else {"mask_B1TT": mask}
+    seen = batch.seen(torch.device("cpu")) if by_runs else mask
     with torch.no_grad():
-        return {depth: draft.logits(hidden) for depth, hidden in draft(batch.ids_BT, batch.position_BT, **seen).items()}
+        exits = draft.exits(batch.ids_BT, batch.position_BT, seen)
+        return {depth: draft.logits(hidden) for depth, hidden in exits.items()}
 
 
 def run_alone(draft: Any, tokens: np.ndarray) -> dict[int, torch.Tensor]:
     n = len(tokens)
     mask = torch.ones(1, 1, n, n, dtype=torch.bool).tril()
     with torch.no_grad():
-        exits = draft(torch.from_numpy(tokens)[None], torch.arange(n)[None], mask)
+        exits = draft.exits(torch.from_numpy(tokens)[None], torch.arange(n)[None], mask)
     return {depth: draft.logits(hidden)[0] for depth, hidden in exits.items()}
 
 
@@ -180,9 +181,9 @@ def test_attention_by_runs_has_the_gradients_of_attention_with_a_mask(target: An
     batch = collate([documents[:2], documents[2:]], 32)
     mask = batch.attention_mask() | torch.eye(32, dtype=torch.bool)
     found = []
-    for seen in ({"runs": batch.segments()}, {"mask_B1TT": mask}):
+    for seen in (batch.seen(torch.device("cpu")), mask):
         draft.zero_grad()
-        hidden = draft(batch.ids_BT, batch.position_BT, **seen)[4].flatten(0, 1)
+        hidden = draft.exits(batch.ids_BT, batch.position_BT, seen)[4].flatten(0, 1)
         draft.logits(hidden[batch.row_index_R]).square().sum().backward()
         found.append([p.grad.clone() for p in draft.parameters() if p.grad is not None])
     for a, b in zip(*found, strict=True):
@@ -234,6 +235,44 @@ def test_a_merged_document_computes_what_each_of_its_texts_does_alone(target: An
     assert largest_difference(draft, collate([block], 96), [block], by_runs=True) < 1e-4
 
 
+def test_a_run_without_a_prompt_of_its_own_document_sees_itself_alone() -> None:
+    """A document that is all answers, first in a block and after another: neither a later token nor another's."""
+    empty = make_document(1, [3, 4], 0)
+    answers = Document(empty.tokens[1:], empty.branch[1:], empty.row_token[1:] - 1, empty.top_ids[1:],
+                       empty.top_logp[1:], empty.tail[1:])
+    batch = collate([[answers, make_document(3, [2], 1), answers]], 32)
+    mask = batch.attention_mask()[0, 0]
+    at = 0
+    for n, prompt in batch.segments()[0]:
+        starts = np.cumsum([0] + [m for m, _ in batch.segments()[0]])
+        seen = torch.zeros(n, 32, dtype=torch.bool)
+        seen[:, at : at + n] = torch.ones(n, n, dtype=torch.bool).tril()
+        if prompt is not None:
+            seen[:, starts[prompt] : starts[prompt + 1]] = True
+        if batch.document_BT[0, at] >= 0:
+            assert torch.equal(mask[at : at + n], seen)
+        at += n
+    assert at == 32
+
+
+def test_documents_that_would_share_nothing_stay_apart() -> None:
+    """Texts scored as they are: the prompt is their first token, often the same for all."""
+    documents = {i: make_document(1, [9], i) for i in range(4)}
+    for document in documents.values():
+        document.tokens[0] = 7
+    units = Families(documents).units(64, np.random.default_rng(0))
+    assert [len(unit.documents) for unit in units] == [1] * 4
+    assert {unit.length for unit in units} == {10}
+
+
+def test_documents_are_not_merged_where_that_costs_more() -> None:
+    """Three answers each: the rest of the prompt would come three times."""
+    documents = alike(70, [60, 50, 70], [[5, 5, 5]] * 3)
+    units = Families(documents).units(4096, np.random.default_rng(0))
+    assert sum(unit.length for unit in units) <= sum(len(d.tokens) for d in documents.values())
+    assert all(len(unit.documents) == 1 for unit in units)
+
+
 def test_a_prompt_that_is_all_shared_cannot_be_merged() -> None:
     documents = list(alike(70, [1, 1], [[4], [2]]).values())
     with pytest.raises(ValueError, match="leave its last one"):
@@ -249,7 +288,7 @@ def test_units_hold_every_document_once_and_fit_their_block() -> None:
     assert any(len(unit.documents) > 1 for unit in units)
     for unit in units:
         merged = merge([documents[i] for i in unit.documents], unit.shared)
-        assert len(merged.tokens) <= unit.length <= max(128, 70 + 9 + 6)
+        assert len(merged.tokens) == unit.length <= 128
         assert len(unit.documents) == 1 or unit.shared == 70
     again = families.units(128, np.random.default_rng(0))
     other = families.units(128, np.random.default_rng(1))

@@ -9,7 +9,7 @@ from draftsmith.data.prefixes import SHARED, common_prefix, families, worth_shar
 
 
 @pytest.mark.parametrize(("a", "b", "expected"), [
-    ([], [1], 0), ([1], [1], 1), ([1, 2], [1, 3], 1), ([1, 2, 3], [1, 2], 2), ([2, 1], [1, 2], 0), ([1] * 9, [1] * 9, 9),
+    ([], [1], 0), ([1], [1], 1), ([1, 2], [1, 3], 1), ([1, 2, 3], [1, 2], 2), ([2, 1], [1, 2], 0),
 ])
 def test_the_common_prefix_ends_at_the_first_difference(a: list[int], b: list[int], expected: int) -> None:
     assert common_prefix(a, b) == common_prefix(b, a) == expected
@@ -36,6 +36,18 @@ def test_families_hold_every_text_once_and_only_texts_that_share() -> None:
         for i in family:
             assert common_prefix(texts[family[0]], texts[i]) >= SHARED or texts[i] in lone
     assert len(found) <= len(schemas) + len(lone)
+
+
+def test_schemas_after_one_system_prompt_are_families_of_their_own() -> None:
+    rng = random.Random(1)
+    system = [rng.randrange(1000) for _ in range(70)]
+    schemas = [system + [rng.randrange(1000) for _ in range(300)] for _ in range(4)]
+    texts = [[*schema, *(rng.randrange(1000) for _ in range(9))] for schema in schemas for _ in range(5)]
+    rng.shuffle(texts)
+    found = families(texts)
+    assert sorted(len(family) for family in found) == [5] * 4
+    for family in found:
+        assert all(common_prefix(texts[family[0]], texts[i]) >= 370 for i in family)
 
 
 def test_families_of_nothing_and_of_equal_texts() -> None:

@@ -17,7 +17,6 @@ from draftsmith.data.teacher_cache import (
     CacheWriter,
     Document,
     TeacherCache,
-    load_manifest,
     teacher_rows,
 )
 
@@ -234,12 +233,12 @@ def test_a_damaged_shard_is_named_and_refused(damage: Any, reason: str, tmp_path
         (None, "no teacher cache here"),
         ('{"version": 1, "k"', "not valid JSON"),
         ('{"version": 99}', "version 99"),
-        ('{"version": 1}', "not a teacher-cache manifest"),
+        ('{"version": 1}', "not a manifest of a teacher cache"),
         ("[]", "manifest"),
     ],
     ids=["absent", "truncated", "from the future", "fields missing", "not an object"],
 )
-@pytest.mark.parametrize("opened_by", [TeacherCache, load_manifest])
+@pytest.mark.parametrize("opened_by", [TeacherCache, CacheManifest.load])
 def test_a_folder_without_a_sound_manifest_is_refused(
     opened_by: Any, content: str | None, reason: str, tmp_path: Path
 ) -> None:
@@ -253,11 +252,11 @@ LIMITED = """
 import resource, sys
 import numpy as np
 from draftsmith.data import DraftsmithError
-from draftsmith.data.teacher_cache import CacheWriter, Document, load_manifest
+from draftsmith.data.teacher_cache import CacheManifest, CacheWriter, Document
 
 n = 2000
 document = Document(np.arange(n), np.ones(n, int), np.arange(n), np.zeros((n, 4)), np.zeros((n, 4)), np.zeros(n))
-writer = CacheWriter(sys.argv[1], load_manifest(sys.argv[1]))
+writer = CacheWriter(sys.argv[1], CacheManifest.load(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 try:
     writer.write_shard(1, [document])

@@ -261,13 +261,22 @@ CONVERSATION = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"
 
 
 def test_sharegpt_conversations_become_messages() -> None:
-    sample = parse_row({"id": "x", "conversations": [{"from": "system", "value": "Be brief."}, *CONVERSATION]}, "here", 0)
+    turns = [{"from": "system", "value": "Be brief."}, *CONVERSATION]
+    sample = parse_row({"id": "x", "conversations": turns}, "here", 0)
     assert [(m["role"], m["content"]) for m in sample.messages or []] == [
         ("system", "Be brief."), ("user", "2+2?"), ("assistant", "4")]
 
 
+def test_sharegpt_conversations_that_begin_with_an_answer_lose_it() -> None:
+    odd = [{"from": "gpt", "value": "Welcome"}, *CONVERSATION]
+    assert parse_row({"conversations": odd}, "here", 0).messages == parse_row(
+        {"conversations": CONVERSATION}, "here", 0).messages
+    assert parse_row({"conversations": odd[:1]}, "here", 0).messages == []
+    assert prompt_ids(make_tokenizer(), parse_row({"conversations": []}, "here", 0)) == []
+
+
 @pytest.mark.parametrize(("turns", "message"), [
-    ([], "must be a list"), ("hello", "must be a list"), ([{"from": "human"}], "must be a list"),
+    ("hello", "must be a list"), ([{"from": "human"}], "must be a list"),
     ([{"from": "parrot", "value": "hi"}], "unknown speaker 'parrot'; known: human"),
 ])
 def test_conversations_that_cannot_be_read_are_named(turns: Any, message: str) -> None:
@@ -280,7 +289,8 @@ def test_ultrachat_and_sharegpt_merge_into_one_set_read_from_parquet_and_jsonl(t
     import pyarrow.parquet as pq
 
     chats = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}] for i in range(6)]
-    pq.write_table(pa.table({"prompt_id": [str(i) for i in range(6)], "messages": chats}), tmp_path / "ultrachat.parquet")
+    table = pa.table({"prompt_id": [str(i) for i in range(6)], "messages": chats})
+    pq.write_table(table, tmp_path / "ultrachat.parquet")
     write_jsonl(tmp_path / "sharegpt.jsonl", [{"id": i, "conversations": CONVERSATION} for i in range(6)])
     shares = {str(tmp_path / "ultrachat.parquet"): 1.0, str(tmp_path / "sharegpt.jsonl"): 1.0}
     found = read_sources(shares, None, 0, 12)

@@ -11,7 +11,7 @@ from conftest import make_target_model
 from draftsmith.decode import batch
 from draftsmith.decode.batch import Answer, write_answers
 from draftsmith.decode.device import Engine
-from draftsmith.decode.runner import LeanRunner
+from draftsmith.decode.runner import LeanRunner, ModuleRunner
 from draftsmith.decode.target import Target
 
 LENGTHS = [3, 9, 9, 12, 5, 9, 30, 2]
@@ -83,6 +83,28 @@ def beginning_alike() -> list[list[int]]:
     schemas = [draw(80), draw(100)]
     return [schemas[0] + draw(3), draw(7), schemas[1] + draw(2), schemas[0] + draw(5), schemas[1] + draw(9),
             schemas[0] + draw(1), schemas[0][:70] + draw(4)]
+
+
+def test_a_runner_of_one_slot_shares_what_lies_in_it(runner: LeanRunner) -> None:
+    texts = beginning_alike()
+    model = make_target_model(seed=3).double()
+    module = ModuleRunner(Target("t", model, None, Engine(torch.device("cpu"), torch.float64)))
+    assert module.max_batch == 1
+    lean, stock = ({(a.job, a.index): a.ids for a in write_answers(r, texts, 2, [0.0, 0.9], 6, frozenset(), 8, 7)}
+                   for r in (runner, module))
+    assert lean == stock
+
+
+def test_rows_padded_to_the_longest_stay_within_the_cache(runner: LeanRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near the end of the context, a short rest behind a long beginning beside a longer rest behind a short one."""
+    monkeypatch.setattr(runner, "context", 128)
+    generator = torch.Generator().manual_seed(6)
+    near, far = (torch.randint(3, 256, (n,), generator=generator).tolist() for n in (120, 80))
+    texts = [near + [1, 2], near + [1, 3], far + [4] * 30, far + [5] * 31, near[:70] + [9] * 8]
+    found = list(write_answers(runner, texts, 1, [0.0], 4, frozenset(), 4, 7))
+    alone = {n: next(iter(write_answers(runner, [text], 1, [0.0], 4, frozenset(), 1, 7))).ids
+             for n, text in enumerate(texts)}
+    assert {a.job: a.ids for a in found} == alone
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 16])

@@ -44,6 +44,17 @@ def test_every_policy_prints_the_same_text(bundle_folder: Path, capsys: Capture)
     assert all("tokens per step" in err for _, err in found)
 
 
+@pytest.mark.parametrize("draft", ["target", "none"])
+def test_any_model_can_be_the_draft_without_a_bundle(
+    bundle_folder: Path, target_folder: Path, capsys: Capture, draft: str
+) -> None:
+    plain, _ = generate(bundle_folder, capsys, "--policy", "ar")
+    found, figures = generate(target_folder, capsys, "--draft", draft.replace("target", str(target_folder)), "--stats",
+                              "--policy", "fixed(3)" if draft == "target" else "lookup(3)")
+    assert found == plain
+    assert ("acceptance 1.00" in figures) == (draft == "target"), "a target is its own best draft"
+
+
 def test_colour_changes_no_text(bundle_folder: Path, capsys: Capture) -> None:
     plain, _ = generate(bundle_folder, capsys, "--policy", "ar", "--color")
     coloured, _ = generate(bundle_folder, capsys, "--policy", "fixed(3)", "--color")
@@ -63,6 +74,9 @@ def test_colour_changes_no_text(bundle_folder: Path, capsys: Capture) -> None:
         (("generate", "{bundle}", "hi", "--precision", "int4"), "precision 'int4' is not one of"),
         (("generate", "{bundle}", "hi", "--threads", "0"), "--threads must be 1 or more, not 0"),
         (("generate", "{bundle}", "hi there " * 100), "the target's context is 512"),
+        (("generate", "./nowhere", "hi", "--draft", "none"), "no such folder"),
+        (("generate", "x", "hi", "--draft", "none", "--target", "y"), "leave out --target"),
+        (("bench", "x", "--draft", "none", "--references"), "leave out --draft"),
         (("bench", "{bundle}", "--count", "1"), "--count must be 2 or more"),
         (("bench", "{bundle}", "--max-tokens", "0", "--references"), "--max-tokens must be 1 or more"),
         (("bench", "{bundle}", "--policies", "ar,papr", "--prompts", "{prompts}"), "did you mean 'paper'?"),

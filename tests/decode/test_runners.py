@@ -293,7 +293,7 @@ def trained_logits(draft: ElasticDraft, ids: torch.Tensor, variants: list[Varian
     count = ids.shape[1]
     widths = torch.tensor([[draft.shape.width(v) for v in variants]])
     mask = torch.ones(count, count, dtype=torch.bool).tril()[None, None]
-    hidden = draft(ids, torch.arange(count)[None], mask, widths)[variants[0].depth]
+    hidden = draft.exits(ids, torch.arange(count)[None], mask, widths)[variants[0].depth]
     return draft.logits(hidden[0]).detach()
 
 
@@ -395,5 +395,6 @@ def test_the_prompts_own_tokens_can_be_proposed(target: Any) -> None:
     logits = runner.forward(torch.tensor([prompt]), cache, Variant(4))
     trimmed = runner.forward(torch.tensor([prompt]), runner.new_cache(16), Variant(4))
     assert torch.equal(logits[:, :41], trimmed)
-    hidden = draft(torch.tensor([prompt]), torch.arange(4)[None], torch.ones(1, 1, 4, 4, dtype=torch.bool).tril())[4]
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    hidden = draft.exits(torch.tensor([prompt]), torch.arange(4)[None], mask)[4]
     torch.testing.assert_close(logits[:, 41:], hidden[0] @ head[[65, 200, 201]].T, rtol=1e-4, atol=1e-4)

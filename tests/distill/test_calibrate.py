@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from draftsmith.data import DraftsmithError
 from draftsmith.data.traces import HORIZON, Traces
 from draftsmith.distill.calibrate import break_even, calibrate, fit_tau
 
@@ -55,7 +56,8 @@ def test_thresholds_come_from_the_variant_that_runs() -> None:
     acceptance[confidence < 0.5, 0] = 0.0
     meta = {"variants": ["2L", "4L"], "step_seconds": [0.5, 0.6], "verify_rows": [1, 5], "verify_seconds": [8.0, 10.0],
             "catch_up_seconds": 0.0}
-    traces = Traces(["p"] * n, np.arange(n), np.zeros((n, 2), np.float32), acceptance, np.ones(n, int),
+    # Half of the prompts were decoded by each; the confidence is that of the draft which ran.
+    traces = Traces(["p"] * n, np.arange(n), np.zeros((n, 2), np.float32), acceptance, np.arange(n) % 2,
                     np.full(n, 4), np.full(n, 4), confidence, meta)
     small, large = calibrate(traces, "2L", 4), calibrate(traces, "4L", 4)
     assert 0.45 < small.tau < 0.55
@@ -63,3 +65,5 @@ def test_thresholds_come_from_the_variant_that_runs() -> None:
     assert small.seconds < min(small.seconds_always, small.seconds_never)
     assert large.seconds == large.seconds_always == pytest.approx((4 * 0.6 + 10.0) / 5)
     assert small.stop_acceptance < large.stop_acceptance < 1
+    with pytest.raises(DraftsmithError, match="no prompt decoded by 2L"):
+        calibrate(traces.take(traces.variant_N == 1), "2L", 4)

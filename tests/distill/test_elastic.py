@@ -31,7 +31,7 @@ def inputs(length: int = 20) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def run(draft: ElasticDraft, width: int | torch.Tensor | None = None) -> dict[int, torch.Tensor]:
     ids, position, mask = inputs()
     widths = torch.full(ids.shape, width) if isinstance(width, int) else width
-    return draft(ids, position, mask, widths)
+    return draft.exits(ids, position, mask, widths)
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +169,10 @@ def test_embedding_and_head_are_the_targets_and_frozen(model: Any, draft: Elasti
     ids = torch.tensor([*range(120), END])
     assert torch.equal(draft.head_ids, ids)
     assert torch.equal(draft.embed, model.get_input_embeddings().weight)
-    assert torch.equal(draft.head, model.get_output_embeddings().weight[ids])
-    assert {"embed", "head"}.isdisjoint(dict(draft.named_parameters())), "what is not trained is no parameter"
+    assert torch.equal(draft.head.weight, model.get_output_embeddings().weight[ids])
+    assert {"embed", "head.weight"}.isdisjoint(dict(draft.named_parameters())), "what is not trained is no parameter"
     sample, position, mask = inputs()
-    hidden = draft(sample, position, mask)
+    hidden = draft.exits(sample, position, mask)
     torch.stack([draft.logits(h).square().mean() for h in hidden.values()]).sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.norms.parameters())
     assert "embed" not in draft.portable_state()
@@ -187,7 +187,7 @@ def test_layers_computed_twice_give_the_gradients_of_layers_kept(draft: ElasticD
     def gradients(recompute: bool) -> list[torch.Tensor]:
         draft.recompute = recompute
         draft.zero_grad()
-        torch.stack([h.square().sum() for h in draft(sample, position, mask, widths).values()]).sum().backward()
+        torch.stack([h.square().sum() for h in draft.exits(sample, position, mask, widths).values()]).sum().backward()
         return [p.grad.clone() for p in draft.parameters() if p.grad is not None]
 
     kept, twice = gradients(False), gradients(True)

@@ -36,7 +36,7 @@ def softmax_by_hand(logits: list[float], temperature: float) -> list[float]:
     return [w / math.fsum(weights) for w in weights]
 
 
-Pairs = list[tuple[float, float]]  # (p, q) of every event of a row
+Pairs = list[tuple[float, float]]  # (p, q) of every event of a row, the lumped tail last
 
 
 def kl_of(pairs: Pairs) -> float:
@@ -65,7 +65,7 @@ BY_HAND: dict[str, Callable[[Pairs], float]] = {
     "tv": lambda pairs: 0.5 * math.fsum(abs(p - q) for p, q in pairs),
     "lk": lambda pairs: -math.log(accepted(pairs)),
     "hybrid": hybrid_of,
-    "hard": lambda pairs: -math.log(max(pairs)[1]),
+    "hard": lambda pairs: -math.log(pairs[0][1]),  # the likeliest token comes first
 }
 
 
@@ -270,6 +270,14 @@ def test_the_hybrid_moves_as_its_parts_at_the_weight_of_its_acceptance() -> None
     parts = [gradient(sparse_loss(name)(logits, teacher, 0.5)) for name in ("kl", "tv")]
     torch.testing.assert_close(gradient(sparse_loss("hybrid")(logits, teacher, 0.5)),
                                weight * parts[0] + (1 - weight) * parts[1])
+
+
+def test_the_hard_target_is_a_token_however_likely_all_others_are_together() -> None:
+    logits, teacher = draw(scale=0.1)  # nearly flat: the tail holds most of the mass
+    events = sparse_events(logits, *top_k(teacher, 3, 0.5), 0.5)
+    assert (events.p[:, -1] > 0.5).all()
+    expected = -torch.log_softmax(logits / 0.5, -1).gather(-1, teacher.argmax(-1, keepdim=True)).squeeze(-1)
+    torch.testing.assert_close(LOSSES["hard"](events), expected)
 
 
 def test_a_mixture_is_the_weighted_sum_of_its_losses() -> None:

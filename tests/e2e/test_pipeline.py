@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,35 +13,10 @@ import pytest
 from draftsmith.data.io import write_jsonl
 from draftsmith.data.teacher_cache import TeacherCache
 from draftsmith.data.traces import read_traces
+from launching import launch, run, start
 from tiny import write_tiny_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 JOBS = ("respond", "distill", "trace", "gate")
-
-
-def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
-    if check and done.returncode:
-        raise AssertionError(f"{command} exited {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return done
-
-
-def launch(
-    job: str, recipe: Path, *overrides: str, ranks: int = 1, check: bool = True
-) -> subprocess.CompletedProcess[str]:
-    return run(
-        "deepspeed",
-        "--num_accelerators",
-        str(ranks),
-        "--master_port",
-        "29617",
-        f"train/{job}.py",
-        "--recipe",
-        str(recipe),
-        *overrides,
-        check=check,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +80,27 @@ def test_two_ranks_trace_what_one_does(folder: Path) -> None:
     assert one.position_N.tolist() == two.position_N.tolist()
     assert one.accepted_N.tolist() == two.accepted_N.tolist()
     np.testing.assert_allclose(one.acceptance_NAH, two.acceptance_NAH, atol=1e-4)
+
+
+def test_a_dead_rank_ends_the_job_with_one_line_and_a_restart_goes_on(folder: Path) -> None:
+    import psutil
+
+    out = folder / "widowed"
+    shutil.copytree(folder / "out/teacher", out / "teacher")
+    options = (f"out={out}", "distill.steps=60", "distill.save_every=5", "distill.eval_prompts=0")
+    job = start("distill", folder / "recipe.yaml", folder / "widowed.log", *options, ranks=2)
+    checkpoints, until = out / "checkpoints/distill", time.monotonic() + 120
+    while not list(checkpoints.glob("step-*")) and time.monotonic() < until:
+        time.sleep(0.05)
+    ranks = [p for p in psutil.Process(job.pid).children(recursive=True) if "--local_rank=1" in p.cmdline()]
+    ranks[-1].kill()
+    assert job.wait(timeout=120) != 0
+    said = (folder / "widowed.log").read_text()
+    assert "distill: rank 0: another rank is gone" in said
+    assert "Run the same command again" in said
+    again = launch("distill", folder / "recipe.yaml", *options, ranks=2)
+    assert "distill: resuming after step" in again.stderr
+    assert (out / "draft/draft.safetensors").is_file()
 
 
 def test_tensorboard_has_losses_acceptance_learning_rate_and_speed(folder: Path) -> None:

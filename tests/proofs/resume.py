@@ -1,5 +1,5 @@
 """Five SIGKILLs, one of them inside checkpoint writing, change nothing: the final weights and optimiser state
-have the SHA-256 of an uninterrupted run (one rank, accumulation 2), through real `deepspeed` launches."""
+have the SHA-256 of an uninterrupted run (two ranks, ZeRO 1, accumulation 2), through real `deepspeed` launches."""
 
 from __future__ import annotations
 
@@ -19,25 +19,14 @@ from _verdict import ROOT, conclude
 
 sys.path.insert(0, str(ROOT / "tests"))  # the tiny target is the tests' own
 from draftsmith.train.checkpoint import checkpoints
+from launching import start
 from tiny import write_tiny_recipe
 
-STEPS, KILLS = 120, 5
+STEPS, KILLS, RANKS = 120, 5, 2
 
 
-def launch(job: str, recipe: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    command = [
-        "deepspeed",
-        "--num_accelerators",
-        "1",
-        "--master_port",
-        str(random.randint(20000, 40000)),
-        f"train/{job}.py",
-        "--recipe",
-        str(recipe),
-        *overrides,
-    ]
-    log = (recipe.parent / f"{job}.log").open("ab")
-    return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+def launch(job: str, recipe: Path) -> subprocess.Popen[bytes]:
+    return start(job, recipe, recipe.parent / f"{job}.log", ranks=RANKS)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -121,7 +110,7 @@ def main() -> None:
         for name in ("whole", "killed"):
             folder = Path(work) / name
             recipe = write_tiny_recipe(
-                folder, distill={"steps": STEPS, "accumulation": 2, "save_every": 6, "eval_prompts": 0}
+                folder, distill={"steps": STEPS, "accumulation": 2, "zero_stage": 1, "save_every": 6, "eval_prompts": 0}
             )
             if launch("respond", recipe).wait() != 0:
                 raise SystemExit(f"respond failed:\n{(folder / 'respond.log').read_text()[-2000:]}")

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from draftsmith.data import DraftsmithError
 from draftsmith.train.recipe import Recipe, load_recipe, parse_args
+from draftsmith.train.sections import DistillSection
 from draftsmith.train.stage import inputs_hash, load_prompts
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -20,6 +21,7 @@ BASE: dict[str, Any] = {
     "target": {"name": "some/model"},
     "prompts": {"train_count": 6, "heldout_count": 4},
     "respond": {"k": 8},
+    "pretrain": {"tokenizer": "some/tokenizer", "steps": 10},
     "draft": {"init_layers": [0, 1, 3, 4]},
     "distill": {"steps": 10},
     "trace": {"k": 4},
@@ -46,7 +48,7 @@ def changed(dotted: str, new: Any, remove: bool = False) -> dict[str, Any]:
     *sections, last = dotted.split(".")
     at = recipe
     for section in sections:
-        at = at[section]
+        at = at.setdefault(section, {})
     if remove:
         del at[last]
     else:
@@ -90,6 +92,9 @@ def test_values_arrive_and_the_rest_has_defaults(base: Path) -> None:
         ("respond.temperature", "temperatures"),
         ("draft.bucket", "buckets"),
         ("distill.warm_up", "warmup"),
+        ("corpus.docments", "documents"),
+        ("pretrain.laers", "layers"),
+        ("draft.own.hiden", "hidden"),
         ("trace.promts", "prompts"),
         ("gate.hiden", "hidden"),
         ("bundle.polciy", "policy"),
@@ -112,7 +117,7 @@ def test_a_key_like_no_other_lists_the_known_ones(tmp_path: Path) -> None:
     assert re.search(r"unknown key 'gate\.zzz'; known: batch, heldout, hidden, k, lr, steps", message)
 
 
-@pytest.mark.parametrize("key", ["name", "out", "target", "target.name", "draft", "draft.init_layers", "distill.steps"])
+@pytest.mark.parametrize("key", ["name", "out", "target", "target.name", "draft", "distill", "pretrain.steps"])
 def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
     assert f"tiny.yaml: '{key}' is missing" in refusal(write(tmp_path, changed(key, None, remove=True)))
 
@@ -130,7 +135,7 @@ def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
         ("seed", [1], "[1]"),
         ("target", "some/model", "'some/model'"),
         ("respond", None, "None"),
-        ("draft.init_layers", [0], "[0]"),
+        ("pretrain.heads", 0, "0"),
         ("validate.thresholds.acceptance", 60, "60"),
         ("prompts.train_count", "1e2x", "'1e2x'"),
         ("bundle.paper.tau", "high", "'high'"),
@@ -173,7 +178,34 @@ def test_every_policy_can_be_a_bundles_default(policy: str, base: Path) -> None:
 
 def test_several_mistakes_are_all_reported(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, changed("distill", {"stepz": 10, "lr": "x"})))
-    assert all(part in message for part in ("'distill.stepz'", "'distill.steps' is missing", "distill.lr"))
+    assert all(part in message for part in ("'distill.stepz'", "did you mean 'steps'?", "distill.lr"))
+
+
+@pytest.mark.parametrize(("key", "value", "reason"), [
+    ("distill", {}, "needs either steps or epochs"),
+    ("distill", {"steps": 3, "epochs": 2}, "needs either steps or epochs"),
+    ("draft", {"init_layers": [0]}, "must name 2 or more layers"),
+    ("draft", {}, "must name 2 or more layers"),
+    ("draft", {"init_layers": [0, 1], "own": {"hidden": 64, "heads": 4, "intermediate": 8}}, "exclude each other"),
+    ("draft", {"own": {"hidden": 60, "heads": 8, "intermediate": 8}}, "even multiple of draft.own.heads"),
+    ("pretrain", {"tokenizer": "t", "steps": 1, "heads": 16, "kv_heads": 3}, "heads one of kv_heads"),
+])
+def test_settings_that_do_not_fit_together_are_said_without_the_whole_section(
+    key: str, value: Any, reason: str, tmp_path: Path
+) -> None:
+    message = refusal(write(tmp_path, changed(key, value)))
+    assert key in message
+    assert reason in message
+    assert "(got {" not in message
+    assert len(message.splitlines()) == 1
+
+
+def test_the_loss_changes_for_the_last_steps() -> None:
+    section = DistillSection.model_validate(
+        {"epochs": 1, "loss": {"kl": 1.0}, "finish": {"hybrid": 0.5, "tv": 1}, "finish_share": 0.25})
+    assert [section.loss_at(step, 8) for step in (0, 5)] == [{"kl": 1.0}] * 2
+    assert [section.loss_at(step, 8) for step in (6, 7)] == [{"hybrid": 0.5, "tv": 1.0}] * 2
+    assert DistillSection.model_validate({"steps": 8}).loss_at(7, 8) == {"kl": 1.0}
 
 
 @pytest.mark.parametrize(

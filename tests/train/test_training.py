@@ -121,6 +121,15 @@ def test_a_full_disk_ends_with_a_message_and_keeps_the_earlier_checkpoint(
     assert same(train(tmp_path / "out"), train(tmp_path / "whole"))
 
 
+def test_a_checkpoint_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, interrupted_at(4))
+    (marker,) = tmp_path.rglob(checkpoint.MARKER)
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "ranks": 4}))
+    with pytest.raises(DraftsmithError, match="written by 4 ranks, and this run has 1"):
+        train(tmp_path)
+
+
 def test_checkpoints_of_another_recipe_are_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, interrupted_at(4))
@@ -185,7 +194,7 @@ def test_sigterm_ends_the_job_after_its_step_with_a_checkpoint(tmp_path: Path) -
             os.kill(os.getpid(), signal.SIGTERM)
         return batches(step)
 
-    with pytest.raises(Terminated, match="after step 5, with a checkpoint"):
+    with pytest.raises(Terminated, match="stopped after step 5; run the same command again"):
         train(tmp_path / "cut", asked)
     assert [p.name for p in checkpoint.checkpoints(tmp_path / "cut/checkpoints/job")] == [
         "step-00000003", "step-00000005"]
