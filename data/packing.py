@@ -143,9 +143,11 @@ class Batch:
         """What a token sees, as layers take it: runs on a CPU; on a GPU a mask, with which one kernel does it all."""
         if device.type == "cpu":
             return {"runs": self.segments(), "attention_mask": None}
-        # Padding sees itself alone, so that its softmax is defined.
-        own = torch.eye(self.ids_BT.shape[1], dtype=torch.bool, device=device)
-        return {"attention_mask": self.attention_mask(device) | own}
+        return {"attention_mask": self.training_mask(device)}
+
+    def training_mask(self, device: torch.device) -> torch.Tensor:
+        """The attention mask, with padding seeing itself alone, so that its softmax is defined."""
+        return self.attention_mask(device) | torch.eye(self.ids_BT.shape[1], dtype=torch.bool, device=device)
 
     def segments(self) -> list[list[tuple[int, int | None]]]:
         """The same, block by block, as runs of tokens (their number, and the run that is their prompt, or None):

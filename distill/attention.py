@@ -5,16 +5,30 @@ On a CPU that is faster than one masked attention over the whole block (docs/tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 Runs = list[list[tuple[int, int | None]]]  # as `data.packing.Batch.segments` gives them, block by block
 
 NAME = "draftsmith_runs"
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The type of matrix products with `x`: autocast's where it is on, else its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def through_layer(layer: Callable[[torch.Tensor], Any], x_BTH: torch.Tensor, recompute: bool) -> torch.Tensor:
+    """A stock layer's hidden states; with `recompute` its activations are computed anew in the backward pass."""
+    out = checkpoint(layer, x_BTH, use_reentrant=False) if recompute else layer(x_BTH)
+    return out[0] if isinstance(out, tuple) else out
 
 
 def attend_runs(
@@ -24,8 +38,7 @@ def attend_runs(
 
     H heads share G key-value heads in order. Under autocast, products are in its type and the softmax in float32.
     """
-    device = q_BHTD.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q_BHTD.dtype
+    device, dtype = q_BHTD.device.type, product_dtype(q_BHTD)
     exact = torch.promote_types(dtype, torch.float32)
     longest = max(n for block in runs for n, _ in block)
     future = torch.full((longest, longest), float("-inf"), dtype=exact, device=q_BHTD.device).triu(1)

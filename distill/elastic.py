@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from draftsmith.data import DraftsmithError
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, LlamaConfig, PretrainedConfig
 
-from .attention import NAME
+from .attention import NAME, through_layer
 from .losses import LossHead
 from .variants import DraftShape
 
@@ -25,9 +24,9 @@ from .variants import DraftShape
 GATED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def own_config(target: PretrainedConfig, layers: int, hidden: int, heads: int, kv_heads: int | None,
+def llama_config(target: PretrainedConfig, layers: int, hidden: int, heads: int, kv_heads: int | None,
                intermediate: int) -> PretrainedConfig:
-    """A Llama of sizes of its own over the target's vocabulary and context."""
+    """A Llama of these sizes over the target's vocabulary and context."""
     return LlamaConfig(
         vocab_size=target.vocab_size, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads or heads,
@@ -54,14 +53,9 @@ def draft_config(target: PretrainedConfig, layers: int) -> PretrainedConfig:
             config.max_position_embeddings = min(config.max_position_embeddings, config.sliding_window)
             config.sliding_window = None
     else:
-        config = LlamaConfig(
-            vocab_size=target.vocab_size, hidden_size=target.hidden_size,
-            intermediate_size=4 * target.hidden_size, num_hidden_layers=layers,
-            num_attention_heads=target.num_attention_heads,
-            num_key_value_heads=getattr(target, "num_key_value_heads", None) or target.num_attention_heads,
-            max_position_embeddings=getattr(target, "max_position_embeddings", None) or 2048,
-            bos_token_id=target.bos_token_id, eos_token_id=target.eos_token_id, tie_word_embeddings=True,
-        )
+        config = llama_config(target, layers, target.hidden_size, target.num_attention_heads,
+                            getattr(target, "num_key_value_heads", None), 4 * target.hidden_size)
+        config.tie_word_embeddings = True
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -126,21 +120,19 @@ class ElasticDraft(nn.Module):
                 **({"attention_mask": seen} if isinstance(seen, torch.Tensor) else seen)}
         found = []
         for i, layer in enumerate(self.layers, 1):
-            call = partial(self._layer, layer, width_BT, told)
-            x = checkpoint(call, x, use_reentrant=False) if self.recompute and self.training else call(x)
+            x = through_layer(partial(self._layer, layer, width_BT, told), x, self.recompute and self.training)
             if str(i) in self.norms:
                 found.append(self.norms[str(i)](x))
         return tuple(found)
 
     def _layer(self, layer: nn.Module, width_BT: torch.Tensor | None, told: dict[str, Any],
-               x_BTH: torch.Tensor) -> torch.Tensor:
+               x_BTH: torch.Tensor) -> Any:
         """One layer at these widths, also where the backward pass computes it once more."""
         self._width_BT = width_BT
         try:
-            out = layer(x_BTH, **told)
+            return layer(x_BTH, **told)
         finally:
             self._width_BT = None
-        return out[0] if isinstance(out, tuple) else out
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Logits over the trimmed head, [R, D]."""

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .attention import product_dtype
+
 TINY = 1e-30  # probabilities below count as this where a logarithm is taken of them
 
 
@@ -235,9 +237,8 @@ def headed_loss(loss: RowLoss, hidden_RH: torch.Tensor, head_VH: torch.Tensor,
     Where the head is trained too, whatever is made of the rows must weigh them alike (a sum, times a factor). Under
     autocast the products are in its type; the loss is computed in float32 at least.
     """
-    device = hidden_RH.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RH.dtype
-    with torch.autocast(device, enabled=False):
+    dtype = product_dtype(hidden_RH)
+    with torch.autocast(hidden_RH.device.type, enabled=False):
         rows, figures = _HeadedLoss.apply(hidden_RH, head_VH, loss, dtype, *teacher)
     return rows, figures
 

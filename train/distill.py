@@ -15,14 +15,15 @@ from draftsmith.data.chat import encode_prompts
 from draftsmith.data.io import atomic_dir, save_tensors, sha256_json, write_json
 from draftsmith.data.packing import Batch
 from draftsmith.data.teacher_cache import TeacherCache
+from draftsmith.data.vocabulary import tokenizer_hash
 from draftsmith.decode.device import training_dtype
 from draftsmith.decode.draft import DraftRunner
 from draftsmith.decode.loop import Generation
 from draftsmith.decode.policies import Fixed
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.sampling import Noise, SamplingParams
-from draftsmith.decode.target import Target, load_description, resolve, weights_signature
-from draftsmith.distill.elastic import ElasticDraft, own_config
+from draftsmith.decode.target import Target, load_description, weights_signature
+from draftsmith.distill.elastic import ElasticDraft, llama_config
 from draftsmith.distill.init import build_draft, fresh_draft
 from draftsmith.distill.losses import mixture, sparse_events
 from draftsmith.distill.variants import Variant
@@ -36,10 +37,11 @@ from draftsmith.train.stage import (
     from_hub,
     inputs_hash,
     is_done,
-    load_heldout,
+    load_split,
     local_device,
     mark_done,
     prompts_hash,
+    resolve_together,
     run_job,
     say,
     shared_target,
@@ -151,7 +153,7 @@ def make_draft(recipe: Recipe, target: Target, source: TeacherCache | TokenBlock
     answers, prompts = source.token_counts(vocab_size)
     head_ids = choose_vocabulary(answers, r.vocab, target.eos_ids, prompts)
     if r.own is not None:
-        config = own_config(target.config, r.depth, **r.own.model_dump())
+        config = llama_config(target.config, r.depth, **r.own.model_dump())
         return fresh_draft(config, r.exit, tuple(r.buckets), head_ids)
     if isinstance(source, TeacherCache):
         texts = calibration_batches(source, r.calibration_tokens)
@@ -176,9 +178,11 @@ def open_source(recipe: Recipe) -> tuple[TeacherCache | TokenBlocks, list[str]]:
     """What is trained on, and hashes of it: of its shards, and of a teacher that is not in them."""
     d = recipe.distill
     if d.teacher == "online":
-        blocks = TokenBlocks(recipe.blocks_dir, d.block)
-        config, _ = load_description(recipe.target.name, recipe.target.trust_remote_code)
-        teacher = weights_signature(resolve(recipe.target.name), config)
+        ensure_distributed()
+        folder = resolve_together(recipe.target.name)
+        config, tokenizer = load_description(recipe.target.name, recipe.target.trust_remote_code)
+        blocks = TokenBlocks(recipe.blocks_dir, d.block, tokenizer_hash(tokenizer))
+        teacher = weights_signature(folder, config)
         return blocks, [teacher, *(shard["files"]["tokens"]["sha256"] for shard in blocks.manifest.shards)]
     expected: dict[str, Any] = {"temperature": d.temperature, "k": recipe.respond.k}
     if not from_hub(recipe):
@@ -187,13 +191,8 @@ def open_source(recipe: Recipe) -> tuple[TeacherCache | TokenBlocks, list[str]]:
     return cache, [shard["sha256"] for shard in cache.manifest.shards]
 
 
-def check_source(source: TeacherCache | TokenBlocks, target: Target) -> None:
-    """Refuse what was made for another target."""
-    if isinstance(source, TokenBlocks):
-        if source.manifest.tokenizer_hash != target.fingerprint()["tokenizer_hash"]:
-            raise DraftsmithError(f"{source.directory}: tokenized with another tokenizer than the target's; run "
-                                  "train/prepare.py for this one")
-        return
+def check_cache(source: TeacherCache, target: Target) -> None:
+    """Refuse a cache that was made for another target."""
     made_for = source.manifest.target
     for key, value in target.fingerprint().items():
         if made_for[key] != value:
@@ -216,7 +215,8 @@ def main() -> None:
     online = d.teacher == "online"
     dtype = training_dtype(d.precision, local_device()) if online else None
     target = shared_target(recipe, dtype)
-    check_source(source, target)
+    if isinstance(source, TeacherCache):
+        check_cache(source, target)
     draft = make_draft(recipe, target, source)
     draft.recompute = d.recompute
     data = batches_of(source, d, recipe.seed, rank, world)
@@ -224,15 +224,17 @@ def main() -> None:
     trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
     say(f"distill: {trained / 1e6:.1f} M trained weights, head of {draft.shape.head} tokens; {steps} steps of "
         f"{data.per_step} blocks, {steps * data.per_step / data.each_epoch:.1f} epochs")
+    # Before the runner, which may repack the module's layers.
+    teacher = OnlineTeacher(target, d.online_k, d.temperature) if online else None
     runner = load_runner(target)
     settings = Settings("distill", steps, d.lr, d.warmup, d.final_lr, d.betas, d.weight_decay, d.clip, d.accumulation,
                         d.zero_stage, d.save_every, d.max_skipped)
-    module = DistillModule(draft, recipe, steps, OnlineTeacher(target, d.online_k, d.temperature) if online else None)
+    module = DistillModule(draft, recipe, steps, teacher)
     figures: dict[str, float] = {}
     prompts: list[list[int]] = []
     if rank == 0 and d.eval_prompts:
         limit = runner.context - d.eval_tokens
-        prompts = encode_prompts(target.tokenizer, load_heldout(recipe), limit)[1][: d.eval_prompts]
+        prompts = encode_prompts(target.tokenizer, load_split(recipe, "heldout"), limit)[1][: d.eval_prompts]
 
     def weights() -> dict[str, torch.Tensor]:
         with whole_weights(draft, settings):

@@ -19,17 +19,17 @@ from draftsmith.data.chat import prompt_ids, render
 from draftsmith.data.io import sha256_file
 from draftsmith.data.text import Sample, stream_sources
 from draftsmith.data.vocabulary import tokenizer_hash
-from draftsmith.decode.target import load_description, resolve
+from draftsmith.decode.target import load_description
 from draftsmith.train.recipe import Recipe, parse_args
 from draftsmith.train.stage import (
     first_makes,
     gather,
     rank,
     ranks_together,
+    resolve_together,
     run_job,
     say,
     shares_of,
-    wait_for_all,
     world_size,
 )
 from tqdm import tqdm
@@ -98,12 +98,10 @@ def main() -> None:
 
 
 def run(recipe: Recipe) -> None:
-    if rank() == 0 and not recipe.pretrain:
-        resolve(recipe.target.name)  # a preset is converted once
-    wait_for_all()
     if recipe.pretrain:
         tokenizer, vocabulary = load_tokenizer(recipe.pretrain.tokenizer, recipe.target.trust_remote_code), 0
     else:
+        resolve_together(recipe.target.name)
         config, tokenizer = load_description(recipe.target.name, recipe.target.trust_remote_code)
         vocabulary = int(config.vocab_size)
     files = {path: sha256_file(path) for path in shares_of(recipe.prompts.train) if Path(path).expanduser().is_file()}

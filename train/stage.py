@@ -39,11 +39,17 @@ def local_device() -> torch.device:
     return device
 
 
-def shared_target(recipe: Recipe, dtype: torch.dtype | None = None) -> Target:
-    """The recipe's target on this rank's device; the first rank alone converts a preset."""
+def resolve_together(name: str) -> str:
+    """`resolve` on every rank; the first alone converts a preset."""
     if rank() == 0:
-        resolve(recipe.target.name)
+        resolve(name)
     wait_for_all()
+    return resolve(name)
+
+
+def shared_target(recipe: Recipe, dtype: torch.dtype | None = None) -> Target:
+    """The recipe's target on this rank's device."""
+    resolve_together(recipe.target.name)
     return load_target(recipe.target.name, dtype, str(local_device()), recipe.target.trust_remote_code)
 
 
@@ -161,11 +167,6 @@ def load_prompts(recipe: Recipe, split: str) -> list[Sample]:
     return apart if split == "heldout" else samples[split]
 
 
-def load_heldout(recipe: Recipe) -> list[Sample]:
-    """Held-out prompts, for a job that does not read the training ones; `respond` has told them apart."""
-    return load_split(recipe, "heldout")
-
-
 def from_hub(recipe: Recipe) -> bool:
     """Whether training prompts are streamed, so that reading them only to look at them would be a waste."""
     return any(path.startswith(HUB) for path in shares_of(recipe.prompts.train))
@@ -213,7 +214,7 @@ def load_trace_prompts(recipe: Recipe) -> list[Sample]:
         fresh = load_split(recipe.model_copy(update={"prompts": more}), "heldout")[used:]
         if len(fresh) < count:
             say(f"trace: only {len(fresh)} texts beyond the held-out ones; filling up with those")
-            fresh += load_heldout(recipe)[: count - len(fresh)]
+            fresh += load_split(recipe, "heldout")[: count - len(fresh)]
         return fresh
     fresh = load_split(recipe.model_copy(update={"prompts": recipe.prompts.model_copy(
         update={"train_count": train + count})}), "train", spare=True)[train:]

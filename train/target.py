@@ -19,7 +19,7 @@ from draftsmith.data.io import atomic_dir
 from draftsmith.data.packing import Batch
 from draftsmith.data.vocabulary import tokenizer_hash
 from draftsmith.decode.device import training_dtype
-from draftsmith.distill.attention import NAME
+from draftsmith.distill.attention import NAME, through_layer
 from draftsmith.distill.losses import headed_loss
 from draftsmith.train.batches import CorpusBatches, MicroBatch
 from draftsmith.train.loop import Settings, ensure_distributed, fit
@@ -29,7 +29,6 @@ from draftsmith.train.sections import PretrainSection
 from draftsmith.train.stage import inputs_hash, is_done, local_device, mark_done, run_job, say
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -78,9 +77,7 @@ class PretrainModule(nn.Module):
         seen: dict[str, Any] = {"position_embeddings": self.body.rotary_emb(x, position), "position_ids": position,
                                 **batch.seen(device)}
         for layer in self.body.layers:
-            call = partial(layer, **seen)
-            out = checkpoint(call, x, use_reentrant=False) if self.p.recompute and self.training else call(x)
-            x = out[0] if isinstance(out, tuple) else out
+            x = through_layer(partial(layer, **seen), x, self.p.recompute and self.training)
         hidden: torch.Tensor = self.body.norm(x)
         return hidden
 

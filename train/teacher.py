@@ -36,7 +36,7 @@ class OnlineTeacher:
         """Ids [R, k] int64 over the target's vocabulary, log-probabilities [R, k] and tails [R], on the target's
         device."""
         device, dtype = self.weight.device, self.weight.dtype
-        mask = batch.attention_mask(device) | torch.eye(batch.ids_BT.shape[1], dtype=torch.bool, device=device)
+        mask = batch.training_mask(device)
         # Additive, which every attention of the library understands.
         seen = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, torch.finfo(dtype).min)
         with torch.autocast(device.type, enabled=False):

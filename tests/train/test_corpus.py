@@ -13,7 +13,9 @@ from draftsmith.data.blocks import BlockManifest, BlockWriter, TokenBlocks
 from draftsmith.data.packing import Batch
 from draftsmith.data.teacher_cache import teacher_rows
 from draftsmith.decode.draft import DraftRunner
-from draftsmith.distill.elastic import own_config
+from draftsmith.decode.runner import ModuleRunner
+from draftsmith.decode.target import Target
+from draftsmith.distill.elastic import llama_config
 from draftsmith.distill.init import fresh_draft
 from draftsmith.distill.losses import forward_kl, sparse_events
 from draftsmith.train.batches import CorpusBatches
@@ -80,6 +82,21 @@ def test_the_online_teachers_rows_are_those_of_each_document_alone(
     torch.testing.assert_close(tail, expected[2], rtol=1e-3, atol=1e-5)
 
 
+def test_the_online_teacher_outlives_a_runner_that_repacks_its_module(blocks: TokenBlocks) -> None:
+    """As in the job, for a target that runs through its own module: the head's weight is taken before."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0,
+                                       eos_token_id=1))
+    target = Target("t", model.to(torch.bfloat16).eval().requires_grad_(False), None)
+    teacher, batch = OnlineTeacher(target, 8, 0.5), blocks.batch([0])
+    _, before, _ = teacher(batch)
+    ModuleRunner(target)
+    _, after, _ = teacher(batch)
+    torch.testing.assert_close(after, before, rtol=0.02, atol=0.02)
+
+
 def test_a_batch_without_rows_gets_no_rows(target: Any, blocks: TokenBlocks) -> None:
     (micro,) = CorpusBatches(blocks, section(), 0, 0, 1)(0)
     ids, logp, tail = OnlineTeacher(target, 8, 0.5)(micro.emptied().batch)
@@ -89,7 +106,7 @@ def test_a_batch_without_rows_gets_no_rows(target: Any, blocks: TokenBlocks) -> 
 
 def own_draft(target: Any) -> Any:
     torch.manual_seed(1)
-    config = own_config(target.config, 4, hidden=32, heads=4, kv_heads=2, intermediate=48)
+    config = llama_config(target.config, 4, hidden=32, heads=4, kv_heads=2, intermediate=48)
     return fresh_draft(config, 2, (0.75, 1.5), torch.tensor([*range(120), END]))
 
 
