@@ -29,6 +29,11 @@ class Sample:
     messages: Messages | None = None
     text: str | None = None
 
+    @property
+    def content(self) -> str:
+        """What tells one sample from another; empty where there is nothing in it."""
+        return str(self.messages or self.text or "")
+
 
 def parse_row(row: dict[str, Any], where: str, index: int, schemas: dict[str, str] | None = None) -> Sample:
     """Read `{"messages": [...]}` (as UltraChat has them), `{"conversations": [...]}` (as ShareGPT), `{"prompt": "..."}`

@@ -14,24 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import fsync_path, read_json, sha256_file, write_json
 
-from .stage import rank, say
+from .stage import rank, say, wait_for_all, world_size
 
 MARKER = "checkpoint.json"
 KEEP = 2
 TAG = "state"
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _barrier() -> None:
-    if _world() > 1:
-        dist.barrier()
 
 
 def rng_state() -> dict[str, Any]:
@@ -54,15 +44,15 @@ def save_checkpoint(engine: Any, folder: Path, step: int, inputs: str) -> None:
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
-    _barrier()
+    wait_for_all()
     try:
         engine.save_checkpoint(str(aside), tag=TAG, client_state={"step": step, "rng": rng_state()})
-        _barrier()
+        wait_for_all()
         if rank() == 0:
             files = sorted(p for p in aside.rglob("*") if p.is_file())
             for file in files:
                 fsync_path(file)
-            write_json(aside / MARKER, {"step": step, "inputs": inputs, "ranks": _world(), "files": {
+            write_json(aside / MARKER, {"step": step, "inputs": inputs, "ranks": world_size(), "files": {
                 str(p.relative_to(aside)): sha256_file(p) for p in files}})
             shutil.rmtree(final, ignore_errors=True)
             os.replace(aside, final)
@@ -72,7 +62,7 @@ def save_checkpoint(engine: Any, folder: Path, step: int, inputs: str) -> None:
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         shutil.rmtree(aside, ignore_errors=True)
         raise DraftsmithError(f"cannot write checkpoint {final}: {error}") from error
-    _barrier()
+    wait_for_all()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -110,9 +100,9 @@ def load_checkpoint(engine: Any, folder: Path, inputs: str, discard_stale: bool 
         if read_json(checkpoint / MARKER)["inputs"] != inputs:
             raise DraftsmithError(f"{folder}: checkpoints of a different recipe or data; choose another 'out' folder "
                                   "or delete it")
-        if (ranks := read_json(checkpoint / MARKER).get("ranks", _world())) != _world():
-            raise DraftsmithError(f"{checkpoint}: written by {ranks} ranks, and this run has {_world()}; go on with as "
-                                  "many, or choose another 'out' folder")
+        if (ranks := read_json(checkpoint / MARKER).get("ranks", world_size())) != world_size():
+            raise DraftsmithError(f"{checkpoint}: written by {ranks} ranks, and this run has {world_size()}; go on "
+                                  "with as many, or choose another 'out' folder")
         path, client = engine.load_checkpoint(str(checkpoint), tag=TAG)
         if path is None:
             raise DraftsmithError(f"{checkpoint}: DeepSpeed could not load it")

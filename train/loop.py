@@ -22,7 +22,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .checkpoint import load_checkpoint, save_checkpoint
-from .stage import Terminated, rank, say
+from .stage import Terminated, rank, say, world_size
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Log:
 
 def totals(values: list[float], device: torch.device) -> list[float]:
     """The sums of some values over ranks, which all must pass as many."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+    if world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(tensor)
@@ -196,7 +196,6 @@ def fit(
     if start:
         say(f"{settings.name}: resuming after step {start}")
     log = Log(folder, settings.name, start)
-    world = torch.distributed.get_world_size()
     bar = tqdm(range(start, settings.steps), initial=start, total=settings.steps, desc=settings.name, unit="step",
                disable=rank() != 0)
     if evaluate is not None and start == 0:
@@ -210,7 +209,8 @@ def fit(
                 group["lr"] = rate
             parts = batches(step)
             units = total(float(sum(count(b) for b in parts)), engine.device)
-            means, rates, bad = _step(engine, parts, count, emptied, settings.accumulation * world / max(1.0, units))
+            scale = settings.accumulation * world_size() / max(1.0, units)
+            means, rates, bad = _step(engine, parts, count, emptied, scale)
             skipped = _note_skipped(settings, step + 1, bad, skipped)
             seconds = time.perf_counter() - began
             done = step + 1

@@ -156,11 +156,11 @@ def mark_done(marker: Path, inputs: str, **facts: Any) -> None:
 def load_prompts(recipe: Recipe, split: str) -> list[Sample]:
     """The prompts of a split, "train" or "heldout". Raises if a held-out prompt is also trained on."""
     samples = {s: load_split(recipe, s) for s in ("train", "heldout")}
-    seen = {str(s.messages or s.text) for s in samples["train"] if s.messages or s.text}
-    apart = [s for s in samples["heldout"] if str(s.messages or s.text) not in seen]
+    seen = {s.content for s in samples["train"] if s.content}
+    apart = [s for s in samples["heldout"] if s.content not in seen]
     if len(apart) < len(samples["heldout"]):
         if not recipe.prompts.text_words:
-            both = next(s for s in samples["heldout"] if str(s.messages or s.text) in seen)
+            both = next(s for s in samples["heldout"] if s.content in seen)
             raise DraftsmithError(f"held-out prompt '{both.id}' is also a training prompt")
         # Texts cut to their first words may well begin alike.
         say(f"left out {len(samples['heldout']) - len(apart)} held-out texts that begin as training ones do")
@@ -218,8 +218,8 @@ def load_trace_prompts(recipe: Recipe) -> list[Sample]:
         return fresh
     fresh = load_split(recipe.model_copy(update={"prompts": recipe.prompts.model_copy(
         update={"train_count": train + count})}), "train", spare=True)[train:]
-    held = {str(s.messages or s.text) for s in load_split(recipe, "heldout")}
-    fresh = [s for s in fresh if str(s.messages or s.text) not in held]
+    held = {s.content for s in load_split(recipe, "heldout")}
+    fresh = [s for s in fresh if s.content not in held]
     if len(fresh) < count:
         say(f"trace: only {len(fresh)} prompts beyond the training ones; filling up with training prompts, whose "
             "acceptance is flattering")

@@ -204,7 +204,7 @@ def main() -> None:
     samples = load_trace_prompts(recipe)
     drafted = read_json(recipe.draft_dir / "stage.json")["inputs"]
     inputs = inputs_hash(recipe, ["trace"], ["batch"], draft=drafted, columns="confidence",
-                         prompts=[str(s.messages or s.text) for s in samples])
+                         prompts=[s.content for s in samples])
     if recipe.trace_file.is_file() and read_meta(recipe.trace_file).get("inputs") == inputs:
         say(f"trace: {recipe.trace_file} is up to date, nothing to do")
         return
