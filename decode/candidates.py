@@ -38,6 +38,7 @@ class Draft:
     dropped: bool = False
     cut: bool = False
     read: int = 0  # committed tokens that the draft had to read first
+    lag: int = 0  # positions before those, of which only the deep layers had to catch up
     steps: int = 0  # passes of the draft, that reading included
     matched: int = 0  # tokens that a lookup's match had in common with the text's end
 

@@ -28,7 +28,8 @@ class Costs:
     """Seconds. verify[n - 1]: a target pass of n rows at a context of 128; context[n - 1]: what each further
     position adds to it; batch[n - 1]: what each further request with n rows adds. step[name]: one draft token
     of a variant; step_context[name]: what each further position adds; catch_up: the deep layers over 8
-    positions they have not seen. verify and step follow the machine by moving averages while decoding."""
+    positions they have not seen; read: all layers, a position of a text. verify and step follow the machine by
+    moving averages while decoding."""
 
     verify: list[float]
     step: dict[str, float] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class Costs:
     context: list[float] = field(default_factory=list)
     batch: list[float] = field(default_factory=list)
     step_context: dict[str, float] = field(default_factory=dict)
+    read: float = 0.0
 
     def rows(self, n: int, context: int = PROBE_CONTEXT, batch: int = 1) -> float:
         """v(n, context, batch): seconds of a target pass of n rows in each of `batch` requests."""
@@ -63,7 +65,7 @@ class Costs:
         """The same table on a machine that is by these factors slower today."""
         return Costs([x * target for x in self.verify], {k: x * draft for k, x in self.step.items()},
                      self.catch_up * draft, [x * target for x in self.context], [x * target for x in self.batch],
-                     {k: x * draft for k, x in self.step_context.items()})
+                     {k: x * draft for k, x in self.step_context.items()}, self.read * draft)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -137,6 +139,19 @@ class Prober:
 
         return _fastest(self.target.device, 4 * self.repeats, run)
 
+    def read(self) -> float:
+        """Seconds of a position of a text that the draft reads."""
+        assert self.draft is not None
+        draft, full = self.draft, self.draft.shape.variants()[-1]
+        cache, ids = draft.new_cache(self.near + 2), torch.zeros(1, self.near, dtype=torch.long)
+        ids = ids.to(self.target.device)
+
+        def run() -> None:
+            cache.crop(0)
+            draft.forward(ids, cache, full, keep=1)
+
+        return _fastest(self.target.device, self.repeats, run) / self.near
+
     def catch_up(self) -> float:
         assert self.draft is not None
         draft, full = self.draft, self.draft.shape.variants()[-1]
@@ -171,7 +186,7 @@ def measure_costs(target: Runner, draft: DraftModel | None, repeats: int = REPEA
         for variant in draft.shape.variants() if probe.far > probe.near else []:
             far = max(0.0, probe.draft_step(variant, probe.far) - costs.step[variant.name])
             costs.step_context[variant.name] = far / (probe.far - probe.near)
-        costs.catch_up = probe.catch_up()
+        costs.catch_up, costs.read = probe.catch_up(), probe.read()
     return costs
 
 
@@ -183,4 +198,6 @@ def refresh_costs(stored: Costs, target: Runner, draft: DraftModel | None) -> Co
     if draft is None:
         return stored.scaled(now, 1.0)
     full = draft.shape.variants()[-1]
-    return stored.scaled(now, probe.draft_step(full, probe.near) / stored.step[full.name])
+    table = stored.scaled(now, probe.draft_step(full, probe.near) / stored.step[full.name])
+    table.read = table.read or probe.read()  # a table of an earlier release has none
+    return table

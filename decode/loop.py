@@ -170,7 +170,9 @@ class Generation:
         plan = self.policy.plan(View(
             self.emitted, chain, self.meter, self.features, len(self.tokens),
             self.proposer is not None and self.proposer.runner.ahead,
-            self.lookup.match(self.tokens) if self.lookup else (0, 0), depth, batch, self.target.cheap_trees))
+            self.lookup.match(self.tokens) if self.lookup else (0, 0), depth, batch, self.target.cheap_trees,
+            len(self.tokens) - self.proposer.cache.lengths[0] if self.proposer is not None else 0,
+            self.max_tokens - self.emitted))
         plan.max_nodes = nodes if self.target.trees else 0
         return plan
 
@@ -295,6 +297,11 @@ class Generation:
             s.accepted_by_position[i] += int(i < len(path))
         if draft.name:
             s.variants[draft.name] = s.variants.get(draft.name, 0) + 1
+        if draft.variant is not None:  # what was read, and a row for each step after
+            rows = draft.read + max(0, draft.steps - 1)
+            s.draft_rows[draft.variant.name] = s.draft_rows.get(draft.variant.name, 0) + rows
+            s.draft_heads[draft.variant.name] = s.draft_heads.get(draft.variant.name, 0) + draft.steps
+            s.draft_lag += draft.lag
 
     def _round(self, draft: Draft, verdict: Verdict, p_RV: torch.Tensor, target_seconds: float, batch: int) -> Round:
         """Count a finished round, and tell the policy of it."""
@@ -307,7 +314,7 @@ class Generation:
             if batch == 1 and (draft.is_chain or self.target.cheap_trees):
                 self.costs.update_verify(len(draft.nodes) + 1, target_seconds, context)
             # Rounds that first read a prompt or caught up are not what a step costs.
-            if draft.variant is not None and len(draft.tokens) > 1 and draft.read <= 2:
+            if draft.variant is not None and draft.steps and draft.read <= 2:
                 self.costs.update_step(draft.variant.name, self.draft_seconds / draft.steps, context)
         if draft.source == "lookup":  # one path of side nodes, judged as a chain would be
             kept, rejected, labels = len(verdict.path), verdict.source == "correction", []
@@ -323,7 +330,8 @@ class Generation:
             instead = self.tokens[len(self.tokens) - emitted + n]
             others = [token == instead for token, _ in draft.others[n]]
         return Round(draft.variant, len(draft.tokens), n, verdict.rejected, emitted, draft.confidences, draft.margins,
-                     labels, target_seconds, self.draft_seconds, draft.cut, others=others)
+                     labels, target_seconds, self.draft_seconds, draft.cut, others=others,
+                     read=draft.read)
 
     def close(self) -> None:
         """Let go of everything large: nothing more will be asked of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, fields
 from typing import Any
@@ -28,6 +29,7 @@ class PaperSettings:
     min_confidence: float = 0.3
     window_start: int = 4
     window_grow: int = 2
+    window_shrink: int = 1
     confident: float = 0.5
     stop_acceptance: float = 0.7
     stop_window: int = 32
@@ -41,7 +43,13 @@ class PaperSettings:
         for key in value:
             if key not in known:
                 raise DraftsmithError(f"unknown setting '{key}' of policy paper{nearest(key, known)}")
-        return cls(**value)
+        found: dict[str, Any] = {}
+        for key, setting in value.items():
+            whole = isinstance(getattr(cls, key), int)
+            if not isinstance(setting, (int, float)) or math.isnan(setting) or (whole and setting != setting // 1):
+                raise DraftsmithError(f"setting '{key}' of policy paper is a {'whole ' * whole}number, not {setting}")
+            found[key] = int(setting) if whole else float(setting)
+        return cls(**found)
 
 
 class Paper(PolicyBase):
@@ -131,7 +139,7 @@ class Paper(PolicyBase):
         self.judged.extend([True] * finished.accepted + [False] * int(finished.rejected))
         confident = all(c >= s.confident for c in finished.confidences)
         full = finished.accepted == finished.drafted and not finished.cut
-        self.window += s.window_grow if full and confident else -1
+        self.window += s.window_grow if full and confident else -s.window_shrink
         self.window = min(MAX_DRAFT, max(1, self.window))
         acceptance = self.acceptance()
         if len(self.judged) < s.stop_window or acceptance is None:

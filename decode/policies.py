@@ -8,10 +8,11 @@ bias the output if it wanted to (DESIGN, section 7, rule 1).
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +49,8 @@ class Round:
     """A finished round as policies see it. Counts are of the chain, and of a lookup's; `emitted` is of all.
 
     `labels`: min(1, p/q) of each judged token, in order. `matched`: tokens that a lookup's match had in common.
-    `others`: after a rejection, whether the target's token was each of the draft's likeliest others.
+    `others`: after a rejection, whether the target's token was each of the draft's likeliest others. `read`:
+    committed tokens that the draft read first.
     """
 
     variant: Variant | None
@@ -64,6 +66,7 @@ class Round:
     cut: bool = False  # early rejection ended the draft
     matched: int = 0
     others: list[bool] = field(default_factory=list)
+    read: int = 0
 
     @property
     def judged(self) -> int:
@@ -77,7 +80,7 @@ class View:
 
     `max_draft`: tokens in a row that the draft may propose; `max_depth`: that anything may. `match`: what
     `PromptLookup.match` found. `batch`: requests in the pass. `cheap_trees`: a pass over a tree costs what one over
-    a chain does.
+    a chain does. `unread`: tokens of the text that the draft has not read; `remaining`: that may still be emitted.
     """
 
     emitted: int
@@ -90,6 +93,8 @@ class View:
     max_depth: int = MAX_DRAFT
     batch: int = 1
     cheap_trees: bool = True
+    unread: int = 0
+    remaining: int = 1
 
 
 class Policy(Protocol):
@@ -106,6 +111,10 @@ class Policy(Protocol):
 
     def proceed(self, index: int, margin: float) -> bool:
         """Whether to sample drafted token `index`, given the top-2 margin of the draft's logits."""
+        ...
+
+    def deepen(self, index: int) -> bool:
+        """Whether to compute what follows drafted token `index`. Not asked where a plan is drafted ahead."""
         ...
 
     def widths(self, margins: list[float]) -> list[int]:
@@ -133,6 +142,9 @@ class PolicyBase:
     learns: tuple[str, ...] = ()  # attributes that change from round to round
 
     def proceed(self, index: int, margin: float) -> bool:
+        return True
+
+    def deepen(self, index: int) -> bool:
         return True
 
     def widths(self, margins: list[float]) -> list[int]:
@@ -245,13 +257,43 @@ class PolicyContext:
     goodput: dict[str, Any]
 
 
+def _settings(name: str, text: str) -> dict[str, float]:
+    """key=number pairs, split at commas."""
+    found = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if key in found:
+            raise DraftsmithError(f"policy '{name}': '{key}' is given twice")
+        try:
+            found[key] = float(value) if equals else math.nan
+        except ValueError:
+            found[key] = math.nan
+        if math.isnan(found[key]):
+            raise DraftsmithError(f"policy '{name}': '{pair}' is not setting=number")
+    return found
+
+
 def make_policy(name: str | None, context: PolicyContext) -> Policy:
     """A policy by name, None for the default: `ar`, `fixed(k)` or `fixed(k,variant)`, `mtv(w1,w2,...)`, `lookup(k)`,
-    `hybrid(k)`, `paper`, `goodput`."""
-    from .goodput import Goodput
+    `hybrid(k)`, `paper`, `goodput`; the last two with settings too, `paper(tau=0.6)`, `goodput(lookup=0)`, as in
+    `PaperSettings` and `GoodputSettings`; `gate=0` leaves the gate out."""
+    from .goodput import Goodput, GoodputSettings
     from .paper import Paper, PaperSettings
 
     name = context.default if name is None else name
+    if set_apart := re.fullmatch(r"(paper|goodput)\((.*)\)", name):
+        settings = _settings(name, set_apart[2])
+        with_gate = settings.pop("gate", 1)
+        if with_gate not in (0, 1):
+            raise DraftsmithError(f"policy '{name}': gate is 1 or 0, not {with_gate:g}")
+        gate = context.gate if with_gate else None
+        policy = make_policy(set_apart[1], replace(context, gate=gate))
+        if isinstance(policy, Paper):
+            policy = Paper(policy.shape, gate, policy.base,
+                           PaperSettings.from_json({**context.paper, **settings}))
+        elif isinstance(policy, Goodput):
+            policy = Goodput(context.shape, policy.costs, context.goodput, gate, GoodputSettings.from_json(settings))
+        return policy
     if name == "ar":
         return Ar()
     if found := re.fullmatch(r"lookup\(\s*(\d+)\s*\)", name):

@@ -67,6 +67,8 @@ class ElasticProposer:
         assert plan.variant is not None
         draft = Draft("draft", plan.variant)
         draft.read = len(tokens) - self.cache.lengths[0]
+        if plan.variant.depth > self.runner.shape.exit:
+            draft.lag = self.cache.lengths[0] - self.cache.deep
         logits = self.read(tokens, plan.variant, meter)
         # Penalties need the tokens that were drafted, which drafting ahead does not wait for.
         ahead = self._look_ahead(logits, plan, tokens) if self.runner.ahead and not self.processors.stateful else None
@@ -87,6 +89,8 @@ class ElasticProposer:
                 draft.others.append(self._others(draft, logits, policy.max_width))
             self.laps.lap("sampling")
             if not more or index + 1 == plan.max_tokens or draft.tokens[-1] in stop_ids:
+                break
+            if ahead is None and not policy.deepen(index):
                 break
             logits = ahead.rows[index + 1] if ahead else self._step(draft.tokens[-1], plan.variant)
             draft.rows.append(logits)

@@ -78,7 +78,8 @@ class DraftModel(Protocol):
         ...
 
     def new_cache(self, capacity: int, prompt: list[int] | None = None) -> Any:
-        """For one request; its `head_ids` [D] are the tokens that can be proposed to it."""
+        """For one request; its `head_ids` [D] are the tokens that can be proposed to it, `lengths[0]` the positions
+        that it has read, and `deep` those of them that the deep layers have, too."""
         ...
 
     def declare(self, cache: Any, context: int) -> None:

@@ -25,7 +25,9 @@ class Token:
 @dataclass
 class Stats:
     """Counters of one generation. `steps` are target passes after the prefill; `parts`: seconds by
-    `profile.PARTS`."""
+    `profile.PARTS`; `variants`: rounds by variant; `draft_rows`: positions that each variant computed, the prompt's
+    included, and `draft_heads` those of them that reached the head; `draft_lag`: positions that only the deep layers
+    computed, to catch up with the shallow ones."""
 
     prompt_tokens: int = 0
     drafted: int = 0
@@ -47,6 +49,9 @@ class Stats:
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * 16)
     judged_by_position: list[int] = field(default_factory=lambda: [0] * 16)
     variants: dict[str, int] = field(default_factory=dict)
+    draft_rows: dict[str, int] = field(default_factory=dict)
+    draft_heads: dict[str, int] = field(default_factory=dict)
+    draft_lag: int = 0
     policy: dict[str, float] = field(default_factory=dict)
 
     @property

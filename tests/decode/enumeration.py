@@ -60,6 +60,10 @@ class PrefixCache:
     def lengths(self) -> list[int]:
         return [len(self.tokens)]
 
+    @property
+    def deep(self) -> int:
+        return len(self.tokens)
+
     def crop(self, length: int, request: int = 0) -> None:
         del self.tokens[length:]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -365,11 +366,46 @@ def test_goodput_learns_the_length_from_acceptance() -> None:
 
 
 def test_goodput_ends_a_draft_at_a_small_margin() -> None:
-    policy = goodput(acceptance={v.name: 0.8 for v in VARIANTS}, margin=[-2.0, 1.0])
+    policy = goodput(costs(row=0.2), acceptance={v.name: 0.8 for v in VARIANTS}, margin=[-2.0, 1.0])
     policy.plan(view())
     assert [policy.proceed(0, 8.0), policy.proceed(1, 8.0), policy.proceed(2, 0.0)] == [True, True, False]
     policy.plan(view())
     assert policy.proceed(0, 8.0)  # what was learned of the last draft does not linger
+
+
+def test_goodput_verifies_a_token_that_is_paid_for_and_takes_no_step_that_will_not_pay() -> None:
+    """A doubtful token costs one more row, what follows it a step and a row."""
+    policy = goodput(acceptance={v.name: 0.8 for v in VARIANTS}, margin=[-2.0, 1.0])
+    policy.plan(view())
+    assert (policy.proceed(0, 8.0), policy.deepen(0)) == (True, True)
+    assert (policy.proceed(1, 0.0), policy.deepen(1)) == (True, False)
+
+
+def test_goodput_learns_a_text_that_is_unlike_the_calibration_within_a_few_rounds() -> None:
+    """And is not thrown by one surprise in a text that it knows."""
+    policy = goodput(acceptance={v.name: 0.8 for v in VARIANTS})
+    first = policy.best(view())[1].max_tokens
+    for _ in range(4):
+        policy.observe(drafted(0, 4))
+    assert policy.best(view())[1].max_tokens < first
+    assert policy.shift < -1.0
+    for _ in range(50):
+        policy.observe(drafted(3, 4))
+    known = policy.shift
+    policy.observe(drafted(0, 4))
+    assert known - policy.shift < 0.3
+
+
+@pytest.mark.parametrize(("unread", "remaining", "drafts"), [(1, 20, True), (1000, 20, False), (1000, 1000, True)])
+def test_goodput_reads_a_long_prompt_only_for_an_answer_that_repays_it(unread: int, remaining: int, drafts: bool
+                                                                       ) -> None:
+    policy = goodput(replace(costs(), read=0.05), acceptance={v.name: 0.8 for v in VARIANTS})
+    here = replace(view(), unread=unread, remaining=remaining)
+    assert (policy.plan(here).variant is not None) == drafts
+    policy.observe(replace(ALONE, emitted=200))
+    assert (policy.plan(here).variant is not None) == drafts  # not for a probe either
+    policy.costs.read = 0.0
+    assert policy.plan(here).variant is not None
 
 
 def test_goodput_drafts_no_more_than_there_is_room_for() -> None:
@@ -423,6 +459,67 @@ def test_make_policy_knows_every_name() -> None:
 def test_make_policy_says_what_was_meant(name: str, message: str) -> None:
     with pytest.raises(DraftsmithError, match=message):
         make_policy(name, context())
+
+
+def test_settings_stand_in_a_policys_name() -> None:
+    given = context(gate=gate(1.4), paper={"stop_acceptance": 0.4})
+    policy = make_policy("paper(tau=0.6, upgrade_ratio=inf, gate=0)", given)
+    assert isinstance(policy, Paper)
+    assert (policy.s.tau, policy.s.upgrade_ratio, policy.s.stop_acceptance) == (0.6, math.inf, 0.4)
+    assert policy.gate is None
+    assert isinstance(make_policy("paper()", given), Paper)
+    whole = make_policy("goodput", given)
+    assert isinstance(whole, Goodput)
+    assert whole.gate is not None
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("paper(tua=0.6)", "unknown setting 'tua' of policy paper; did you mean 'tau'"),
+    ("goodput(lokup=0)", "unknown setting 'lokup' of policy goodput; did you mean 'lookup'"),
+    ("goodput(lookup=2)", "setting 'lookup' of policy goodput is 1 or 0, not 2"),
+    ("goodput(gate=2)", "gate is 1 or 0, not 2"),
+    ("paper(tau)", "'tau' is not setting=number"),
+    ("paper(tau=high)", "'tau=high' is not setting=number"),
+    ("paper(tau=1,tau=2)", "'tau' is given twice"),
+    ("paper(window_start=2.5)", "setting 'window_start' of policy paper is a whole number, not 2.5"),
+    ("paper(stop_window=inf)", "setting 'stop_window' of policy paper is a whole number, not inf"),
+    ("papper(tau=1)", "unknown policy 'papper(tau=1)'"),
+])  # fmt: skip
+def test_a_wrong_setting_is_named(name: str, message: str) -> None:
+    with pytest.raises(DraftsmithError, match=re.escape(message)):
+        make_policy(name, context())
+
+
+def made(name: str, **calibration: Any) -> Goodput:
+    policy = make_policy(name, context(goodput=calibration, costs=costs(row=0.02)))
+    assert isinstance(policy, Goodput)
+    return policy
+
+
+def test_each_of_goodputs_means_can_be_left_out() -> None:
+    good = {"acceptance": {v.name: 0.8 for v in VARIANTS}, "margin": [-2.0, 1.0]}
+    bad = {"acceptance": {v.name: 0.01 for v in VARIANTS}}
+    match = replace(view(), match=(4, 16))
+    assert made("goodput", **bad).plan(match).lookup
+    assert not made("goodput(lookup=0)", **bad).wants_lookup
+    assert made("goodput", **bad).plan(view()) == Plan()
+    stubborn = made("goodput(stop=0)", **bad)
+    assert stubborn.plan(view()).max_tokens >= 1
+    assert stubborn.proceed(0, 0.0)
+    for name, stops in (("goodput", True), ("goodput(margin=0)", False)):
+        policy = made(name, **good)
+        policy.plan(view())
+        assert policy.wants_margin == stops
+        assert (policy.proceed(0, 0.0) and policy.deepen(0)) != stops
+    branching, plain = made("goodput", **good), made("goodput(branches=0)", **good)
+    for policy in (branching, plain):
+        policy.plan(view())
+        policy.runners_up = [0.9, 0.05]
+    assert max(branching.widths([0.5, 0.5])) > 1
+    assert plain.widths([0.5, 0.5]) == []
+    deaf = made("goodput(learn=0)", **good)
+    deaf.observe(drafted(0, 4))
+    assert deaf.shift == 0.0
 
 
 def test_without_a_draft_only_ar_and_the_lookup_are_possible() -> None:

@@ -95,8 +95,9 @@ def prediction(decoder: Decoder, prompts: list[list[int]]) -> float:
                     plain += costs.rows(1, context)
                     continue
                 told += costs.rows(len(draft.nodes) + 1, context)
-                if draft.variant is not None:  # the chain alone is drafted: branches are read off it
-                    told += len(draft.tokens) * costs.draft_step(draft.variant.name, context)
+                if draft.variant is not None:
+                    told += draft.steps * costs.draft_step(draft.variant.name, context)
+                    told += max(0, draft.read - 1) * costs.read  # the prompt, the first time
             measured[name] += time.perf_counter() - started
             generation.close()
     return (measured["ar"] / measured[OURS]) / (plain / told)
