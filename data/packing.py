@@ -139,6 +139,14 @@ class Batch:
         visible = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
         return (same & visible & (pos[:, None, :] <= pos[:, :, None]))[:, None]
 
+    @property
+    def follows_R(self) -> torch.Tensor:
+        """Whether a row is of the token right after that of the row before it, in the same answer."""
+        rows, place = self.row_index_R, torch.stack([self.document_BT.flatten(), self.position_BT.flatten()])
+        now, before = place[:, rows[1:]], place[:, rows[:-1]]
+        next_one = (rows[1:] == rows[:-1] + 1) & (now[0] == before[0]) & (now[1] == before[1] + 1)
+        return torch.cat([torch.zeros(min(1, len(rows)), dtype=torch.bool), next_one])
+
     def seen(self, device: torch.device) -> dict[str, Any]:
         """What a token sees, as layers take it: runs on a CPU; on a GPU a mask, with which one kernel does it all."""
         if device.type == "cpu":

@@ -98,8 +98,9 @@ def read_parquet(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if v is not None} for row in rows]
 
 
-def stream_hub(name: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows of a dataset of the hub, `NAME[:CONFIGURATION][@SPLIT]`, streamed in an order drawn from the seed."""
+def stream_hub(name: str, seed: int | None) -> Iterator[dict[str, Any]]:
+    """Rows of a dataset of the hub, `NAME[:CONFIGURATION][@SPLIT]`, streamed in an order drawn from the seed, or (None)
+    in its own."""
     try:
         import datasets
     except ImportError as error:
@@ -108,7 +109,7 @@ def stream_hub(name: str, seed: int) -> Iterator[dict[str, Any]]:
     dataset, _, configuration = path.partition(":")
     try:
         stream = datasets.load_dataset(dataset, configuration or None, split=split or "train", streaming=True)
-        for row in stream.shuffle(seed=seed, buffer_size=SHUFFLED):
+        for row in stream if seed is None else stream.shuffle(seed=seed, buffer_size=SHUFFLED):
             yield {k: v for k, v in row.items() if v is not None}
     except Exception as error:  # of the network, of the hub, or of the dataset's own files
         raise DraftsmithError(f"{HUB}{name}: cannot be read ({str(error).splitlines()[0] if str(error) else error!r}); "

@@ -23,19 +23,24 @@ class Calibration:
     seconds_never: float
 
 
-def fit_tau(confidence_N: np.ndarray, speculating_N: np.ndarray, alone: float) -> tuple[float, float]:
-    """The threshold on the analyser's confidence with the least mean seconds a token, and that mean.
+def tau_costs(confidence_N: np.ndarray, speculating_N: np.ndarray, alone: float) -> tuple[list[float], list[float]]:
+    """Thresholds on the analyser's confidence, rising, and the mean seconds a token of each.
 
     A decision with a confidence of tau or more, or of none yet (NaN), costs `speculating` seconds a token, else
-    `alone`. Of thresholds that do equally well the lowest is taken.
+    `alone`.
     """
     confidence = np.where(np.isnan(confidence_N), np.inf, confidence_N)
     known = np.unique(confidence[np.isfinite(confidence)])
     # Between the confidences that were seen; above the highest the target decodes alone wherever it is known.
-    candidates = [0.0, *((known[1:] + known[:-1]) / 2), *(known[-1:] + 1e-6)]
-    means = [float(np.where(confidence >= tau, speculating_N, alone).mean()) for tau in candidates]
+    candidates = [0.0, *((known[1:] + known[:-1]) / 2).tolist(), *(known[-1:] + 1e-6).tolist()]
+    return candidates, [float(np.where(confidence >= tau, speculating_N, alone).mean()) for tau in candidates]
+
+
+def fit_tau(confidence_N: np.ndarray, speculating_N: np.ndarray, alone: float) -> tuple[float, float]:
+    """The threshold with the least mean seconds a token, and that mean; of those that do equally well the lowest."""
+    candidates, means = tau_costs(confidence_N, speculating_N, alone)
     best = int(np.argmin(means))
-    return float(candidates[best]), means[best]
+    return candidates[best], means[best]
 
 
 def break_even(step: float, verify: np.ndarray, k: int) -> float:
@@ -52,15 +57,27 @@ def break_even(step: float, verify: np.ndarray, k: int) -> float:
     return high
 
 
-def calibrate(traces: Traces, variant: str, k: int) -> Calibration:
-    """Fit the thresholds for one variant that drafts k tokens a round."""
-    number, meta = traces.meta["variants"].index(variant), traces.meta
+def round_costs(traces: Traces, variant: str, k: int) -> tuple[float, np.ndarray]:
+    """Seconds of a draft step of a variant, and of target passes of 1 to k + 1 rows."""
+    meta = traces.meta
     verify = np.interp(np.arange(1, k + 2), meta["verify_rows"], meta["verify_seconds"])
-    step = meta["step_seconds"][number]
+    return float(meta["step_seconds"][meta["variants"].index(variant)]), verify
+
+
+def decisions(traces: Traces, variant: str, k: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Of the decisions in prompts that a variant decoded: the confidence, and the seconds a token of k drafted tokens
+    a round; and the seconds of a token without any."""
+    number, (step, verify) = traces.meta["variants"].index(variant), round_costs(traces, variant, k)
     # Decisions of prompts that this variant decoded: the confidence is of the draft that was running.
     mine = traces.variant_N == number
     if not mine.any():
         raise DraftsmithError(f"the traces have no prompt decoded by {variant}: raise trace.prompts")
     speculating = (k * step + verify[k]) / expected_tokens(traces.acceptance_NAH[mine], k)[:, number]
-    tau, mean = fit_tau(traces.confidence_N[mine], speculating, float(verify[0]))
-    return Calibration(tau, break_even(step, verify, k), mean, float(speculating.mean()), float(verify[0]))
+    return traces.confidence_N[mine], speculating, float(verify[0])
+
+
+def calibrate(traces: Traces, variant: str, k: int) -> Calibration:
+    """Fit the thresholds for one variant that drafts k tokens a round."""
+    confidence, speculating, alone = decisions(traces, variant, k)
+    tau, mean = fit_tau(confidence, speculating, alone)
+    return Calibration(tau, break_even(*round_costs(traces, variant, k), k), mean, float(speculating.mean()), alone)

@@ -179,6 +179,24 @@ def mixture(weights: dict[str, float], e: Events) -> torch.Tensor:
     return torch.stack([weight * LOSSES[name](e) for name, weight in weights.items()]).sum(0)
 
 
+def row_weights(acceptance_R: torch.Tensor, follows_R: torch.Tensor, reach: int, focus: float) -> torch.Tensor:
+    """What each row's loss weighs, [R], detached.
+
+    `reach` k > 1: the chance that a draft of up to k tokens gets to the row, over the k places where it may have
+    begun: the mean of prod a_j over the 0, 1, ..., k - 1 rows before it. Expected tokens a step, 1 + a_1 + a_1 a_2 +
+    ..., grow with a row's acceptance by as much as drafts reach it. `focus` g: times (1 - a)^g, more for rows where
+    the draft is still wrong (Lin et al. 2017 for labels). `follows_R`: whether a row is of the token after that of
+    the row before it, in one answer.
+    """
+    acceptance = acceptance_R.detach()
+    weights = arriving = torch.ones_like(acceptance)
+    for _ in range(reach - 1):
+        before = torch.cat([torch.zeros_like(arriving[:1]), (arriving * acceptance)[:-1]])
+        arriving = torch.where(follows_R, before, 0.0)
+        weights = weights + arriving
+    return weights / reach * (1 - acceptance).clamp_min(0) ** focus if focus else weights / reach
+
+
 # What a block of rows costs: (loss [R], figures [R] that are logged), from logits [R, V] and teacher tensors [R, ...].
 RowLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

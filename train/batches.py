@@ -23,13 +23,12 @@ from .stage import say
 
 @dataclass
 class MicroBatch:
-    """A batch with the step it belongs to, its number in the whole run, which seeds its widths, and its turn: how many
-    its rank had before it, the same on all ranks."""
+    """A batch with the step it belongs to, and the number of its first block in the whole run: the numbers of blocks
+    seed their widths."""
 
     batch: Batch
     step: int
     number: int
-    turn: int
 
     def emptied(self) -> MicroBatch:
         """The same shape with nothing in it to learn from, whatever its tokens did."""
@@ -56,8 +55,7 @@ class Batches:
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of a step."""
-        return [MicroBatch(self.batch(numbers), step, numbers[0] // self.micro_batch, step * self.accumulation + a)
-                for a, numbers in enumerate(self.numbers(step))]
+        return [MicroBatch(self.batch(numbers), step, numbers[0]) for numbers in self.numbers(step)]
 
 
 class CorpusBatches(Batches):

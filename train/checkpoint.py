@@ -6,6 +6,8 @@ SHA-256 of every file. Loading verifies the newest and falls back to the one bef
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -17,7 +19,7 @@ import torch
 from draftsmith.data import DraftsmithError
 from draftsmith.data.io import fsync_path, read_json, sha256_file, write_json
 
-from .stage import rank, say, wait_for_all, world_size
+from .stage import first_makes, rank, say, wait_for_all, world_size
 
 MARKER = "checkpoint.json"
 KEEP = 2
@@ -84,8 +86,8 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def load_checkpoint(engine: Any, folder: Path, inputs: str, discard_stale: bool = False) -> int:
-    """Load the newest sound checkpoint into the engine; returns its step, 0 when there is none.
+def newest_checkpoint(folder: Path, inputs: str, discard_stale: bool = False) -> Path | None:
+    """The newest sound checkpoint, if any.
 
     A damaged one is named and the one before is used. One made from other inputs is refused, or thrown away.
     """
@@ -93,19 +95,62 @@ def load_checkpoint(engine: Any, folder: Path, inputs: str, discard_stale: bool 
         if problem := damage(checkpoint):
             say(f"checkpoint {checkpoint} is damaged ({problem}); falling back to the one before")
             continue
-        if read_json(checkpoint / MARKER)["inputs"] != inputs and discard_stale:
-            if rank() == 0:
-                shutil.rmtree(checkpoint)
-            continue
-        if read_json(checkpoint / MARKER)["inputs"] != inputs:
-            raise DraftsmithError(f"{folder}: checkpoints of a different recipe or data; choose another 'out' folder "
-                                  "or delete it")
-        if (ranks := read_json(checkpoint / MARKER).get("ranks", world_size())) != world_size():
-            raise DraftsmithError(f"{checkpoint}: written by {ranks} ranks, and this run has {world_size()}; go on "
-                                  "with as many, or choose another 'out' folder")
-        path, client = engine.load_checkpoint(str(checkpoint), tag=TAG)
-        if path is None:
-            raise DraftsmithError(f"{checkpoint}: DeepSpeed could not load it")
-        set_rng_state(client["rng"])
-        return int(client["step"])
-    return 0
+        if read_json(checkpoint / MARKER)["inputs"] == inputs:
+            return checkpoint
+        if not discard_stale:
+            raise DraftsmithError(f"{folder}: checkpoints of a different recipe, data or number of blocks a step; "
+                                  "choose another 'out' folder or delete it")
+        wait_for_all()  # others may still be reading it
+        if rank() == 0:
+            shutil.rmtree(checkpoint)
+    return None
+
+
+def of_other_ranks(checkpoint: Path) -> bool:
+    """Whether another number of ranks wrote it."""
+    return bool(read_json(checkpoint / MARKER).get("ranks", world_size()) != world_size())
+
+
+def load_checkpoint(engine: Any, checkpoint: Path) -> int:
+    """Load a checkpoint into the engine; returns its step.
+
+    What ZeRO has spread over another number of ranks is first converted to a universal checkpoint, which an engine
+    made for one (`universal`) can read.
+    """
+    source = checkpoint
+    if rank() == 0:
+        for left in checkpoint.parent.glob(".step-*.universal"):  # by a run that was killed while it converted
+            shutil.rmtree(left)
+    if engine.load_universal_checkpoint():
+        source = checkpoint.parent / f".{checkpoint.name}.universal"
+        say(f"{checkpoint}: written by another number of ranks; converting it")
+        first_makes(lambda: convert(checkpoint, source))
+    path, client = engine.load_checkpoint(str(source), tag=TAG)
+    if path is None:
+        raise DraftsmithError(f"{checkpoint}: DeepSpeed could not load it")
+    wait_for_all()
+    if source != checkpoint:
+        if rank() == 0:
+            shutil.rmtree(source)
+        for weight, state in engine.basic_optimizer.state.items():
+            # Read as one tensor for all weights, on the CPU: each weight has its own, where it lies.
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone().to(weight.device)
+    set_rng_state(client["rng"])
+    return int(client["step"])
+
+
+def convert(checkpoint: Path, universal: Path) -> bool:
+    """Write a checkpoint in DeepSpeed's universal format, for any number of ranks."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    if rank() == 0:
+        settings = argparse.Namespace(
+            input_folder=str(checkpoint / TAG), output_folder=str(universal / TAG), num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True)
+        try:
+            with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+                ds_to_universal.main(settings)
+        except Exception as error:  # it raises whatever its parts do
+            shutil.rmtree(universal, ignore_errors=True)
+            raise DraftsmithError(f"cannot convert checkpoint {checkpoint}: {error!r}") from error
+    return True

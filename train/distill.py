@@ -23,13 +23,15 @@ from draftsmith.decode.policies import Fixed
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.sampling import Noise, SamplingParams
 from draftsmith.decode.target import Target, load_description, weights_signature
+from draftsmith.decode.transcript import Chunk, Transcript
 from draftsmith.distill.elastic import ElasticDraft, llama_config
 from draftsmith.distill.init import build_draft, fresh_draft
-from draftsmith.distill.losses import mixture, sparse_events
+from draftsmith.distill.losses import mixture, row_weights, sparse_events
 from draftsmith.distill.variants import Variant
 from draftsmith.distill.vocab import choose_vocabulary, inverse_map
 from draftsmith.train.batches import MicroBatch, batches_of
-from draftsmith.train.loop import Settings, ensure_distributed, fit, whole_weights
+from draftsmith.train.flops import shape_of
+from draftsmith.train.loop import Figures, Settings, ensure_distributed, fit, whole_weights
 from draftsmith.train.recipe import Recipe, parse_args
 from draftsmith.train.sections import DistillSection
 from draftsmith.train.stage import (
@@ -40,6 +42,7 @@ from draftsmith.train.stage import (
     load_split,
     local_device,
     mark_done,
+    own_folder,
     prompts_hash,
     resolve_together,
     run_job,
@@ -62,6 +65,7 @@ class DistillModule(nn.Module):
         super().__init__()
         self.draft, self.d, self.seed, self.steps, self.teacher = draft, recipe.distill, recipe.seed, steps, teacher
         self.widths = torch.tensor([draft.shape.width(Variant(draft.shape.layers, b)) for b in draft.shape.buckets])
+        self.size = shape_of(draft.config, draft.shape.layers, draft.shape.head)
         self.register_buffer("inverse", inverse_map(draft.head_ids.cpu(), len(draft.embed)), persistent=False)
         self.dtype = training_dtype(recipe.distill.precision, "cuda" if torch.cuda.is_available() else "cpu")
 
@@ -73,23 +77,31 @@ class DistillModule(nn.Module):
         top_ids, logp, tail = self.teacher(batch) if self.teacher else (
             batch.top_ids_RK, batch.top_logp_RK, batch.tail_R)
         teacher = (self.inverse[top_ids.to(device)], logp.to(device), tail.to(device))
-        seen, weights = batch.seen(device), self.d.loss_at(micro.step, self.steps)
+        seen, weights, d = batch.seen(device), self.d.loss_at(micro.step, self.steps), self.d
 
-        def of_rows(logits_RD: torch.Tensor, ids_RK: torch.Tensor, logp_RK: torch.Tensor,
-                    tail_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            events = sparse_events(logits_RD, ids_RK, logp_RK, tail_R, self.d.temperature)
-            return mixture(weights, events), events.acceptance()
+        follows, trained = batch.follows_R.to(device), draft.head.weight.requires_grad
+
+        def weigh(acceptance_R: torch.Tensor, follows_R: torch.Tensor) -> torch.Tensor | float:
+            return row_weights(acceptance_R, follows_R, d.reach, d.focus) if d.reach > 1 or d.focus else 1.0
+
+        def of_rows(logits_RD: torch.Tensor, ids_RK: torch.Tensor, logp_RK: torch.Tensor, tail_R: torch.Tensor,
+                    follows_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            events = sparse_events(logits_RD, ids_RK, logp_RK, tail_R, d.temperature)
+            value, acceptance = mixture(weights, events), events.acceptance()
+            # The gradient of a trained head is summed here, chunk by chunk: whatever rows weigh, they weigh here.
+            return value * weigh(acceptance, follows_R) if trained else value, acceptance
 
         def loss(hidden_BTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             # Only rows that carry the loss reach the head.
-            return draft.head(of_rows, hidden_BTH.flatten(0, 1)[rows], *teacher)
+            value, acceptance = draft.head(of_rows, hidden_BTH.flatten(0, 1)[rows], *teacher, follows)
+            return value if trained else value * weigh(acceptance, follows), acceptance
 
         with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             rows_of = {f"{depth}L": loss(hidden) for depth, hidden in draft.exits(ids, position, seen).items()}
             whole = rows_of[f"{shape.layers}L"][0].sum() + self.d.exit_weight * rows_of[f"{shape.exit}L"][0].sum()
-            # By turn: all ranks must make the same passes.
-            if self.d.narrow_weight > 0 and micro.turn % self.d.narrow_every == 0:
-                widths = self._sample_widths(position, batch, self.seed * 1_000_003 + micro.number)
+            # By step: all ranks must make the same passes, and another number of them the same.
+            if self.d.narrow_weight > 0 and micro.step % self.d.narrow_every == 0:
+                widths = self._sample_widths(position, batch, micro.number)
                 narrow = loss(draft.exits(ids, position, seen, widths)[shape.layers])
                 whole = whole + self.d.narrow_weight * narrow[0].sum()
                 for bucket, width in zip(shape.buckets, self.widths.tolist(), strict=True):
@@ -97,39 +109,55 @@ class DistillModule(nn.Module):
                     rows_of[f"{shape.layers}L_width_{bucket:g}"] = narrow[0][here], narrow[1][here]
         parts = {f"{what}_{name}": (values.detach().sum(), torch.tensor(len(values)))
                  for name, pair in rows_of.items() for what, values in zip(("loss", "acceptance"), pair, strict=True)}
-        parts["tokens"] = ((batch.document_BT >= 0).sum(), torch.tensor(1))
+        tokens = (batch.document_BT >= 0).sum()
+        parts["tokens"] = (tokens, torch.tensor(1))
+        passes = 1 + (len(rows_of) > 2)  # the narrow one counted as if at full width
+        flops = self.size.flops(float(tokens) * passes, float(len(rows)) * (1 + passes), True, trained)
+        if self.teacher is not None:
+            flops += self.teacher.size.flops(float(ids.numel()), float(len(rows)), False)
+        parts["flops"] = (torch.tensor(flops, dtype=torch.float64), torch.tensor(1))
         return whole, parts
 
-    def _sample_widths(self, position_BT: torch.Tensor, batch: Batch, seed: int) -> torch.Tensor:
-        """A width for each (document, branch, span of 8 positions)."""
-        generator = torch.Generator().manual_seed(seed)
-        span = batch.position_BT // SPAN + 1009 * batch.branch_BT + 100003 * (batch.document_BT + 1)
-        _, index = torch.unique(span, return_inverse=True)
-        choice = torch.randint(len(self.widths), (int(index.max()) + 1,), generator=generator)
-        return self.widths[choice[index]].to(position_BT.device)
+    def _sample_widths(self, position_BT: torch.Tensor, batch: Batch, first: int) -> torch.Tensor:
+        """A width for each (document, branch, span of 8 positions), drawn by the number of the block."""
+        span_BT = batch.position_BT // SPAN + 1009 * batch.branch_BT + 100003 * (batch.document_BT + 1)
+        rows = []
+        for number, span_T in enumerate(span_BT, first):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+            _, index = torch.unique(span_T, return_inverse=True)
+            rows.append(torch.randint(len(self.widths), (int(index.max()) + 1,), generator=generator)[index])
+        return self.widths[torch.stack(rows)].to(position_BT.device)
 
 
 def heldout_acceptance(runner: Runner, draft: ElasticDraft, state: dict[str, torch.Tensor], target: Target,
-                       d: DistillSection, prompts: list[list[int]]) -> dict[str, float]:
-    """True acceptance by the production loop, greedy, on held-out prompts, for the largest variant and the exit.
+                       d: DistillSection, prompts: list[list[int]]) -> tuple[dict[str, float], str]:
+    """True acceptance by the production loop, greedy, on held-out prompts, for the largest variant and the exit; and
+    the largest one's first answer, what it drafted in bold.
 
     `state`: the draft's weights as they are."""
     live = DraftRunner(draft.config, draft.shape, state, target.embedding, target.head)
-    out = {}
+    out, sample = {}, ""
     for variant in (draft.shape.variants()[-1], draft.shape.variants()[0]):
         accepted = rejected = steps = emitted = 0
         for prompt in prompts:
             generation = Generation(prompt, SamplingParams(max_tokens=d.eval_tokens), Fixed(d.eval_k, variant), runner,
                                     live, Noise(), target.eos_ids)
-            tokens = generation.prefill()
-            while generation.emitted < generation.max_tokens and not target.eos_ids & {t.id for t in tokens}:
-                tokens = generation.round()
-            s = generation.stats
+            tokens, answer = generation.prefill(), Transcript(generation, target.tokenizer)
+            marked = told(answer.take(tokens))
+            while not answer.done:
+                marked += told(answer.take(generation.round()))
+            sample, s = sample or marked, generation.stats
             accepted, rejected = accepted + s.accepted, rejected + s.rejected
             steps, emitted = steps + s.steps, emitted + generation.emitted - 1
         out[f"heldout/acceptance_{variant.name}"] = accepted / max(1, accepted + rejected)
         out[f"heldout/tokens_per_step_{variant.name}"] = emitted / max(1, steps)
-    return out
+    return out, sample
+
+
+def told(chunk: Chunk) -> str:
+    """A round's text, with what was drafted in bold."""
+    return "".join(f"**{text}**" if token.source == "accepted" and text.strip() else text
+                   for token, text in chunk.pieces)
 
 
 def calibration_batches(cache: TeacherCache, tokens: int) -> list[torch.Tensor]:
@@ -205,12 +233,13 @@ def main() -> None:
     recipe: Recipe = args.recipe
     d = recipe.distill
     source, hashes = open_source(recipe)
-    inputs = inputs_hash(recipe, ["target", "draft", "distill"], cache=hashes, exclude={
-        "save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_k", "max_skipped", "recompute"})
+    free = {"save_every", "eval_every", "eval_prompts", "eval_tokens", "eval_k", "max_skipped", "recompute"}
+    inputs = inputs_hash(recipe, ["target", "draft", "distill"], cache=hashes, exclude=free)
     if is_done(recipe.draft_dir / "stage.json", inputs):
         say(f"distill: {recipe.draft_dir} is up to date, nothing to do")
         return
     ensure_distributed()
+    own_folder(recipe)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     online = d.teacher == "online"
     dtype = training_dtype(d.precision, local_device()) if online else None
@@ -240,22 +269,26 @@ def main() -> None:
         with whole_weights(draft, settings):
             return draft.portable_state()
 
-    def evaluate(step: int) -> dict[str, float]:
+    def evaluate(step: int) -> Figures:
         if d.eval_prompts == 0:
             return {}
         state = weights()
         if rank != 0:
             return {}
-        figures.update(heldout_acceptance(runner, draft, state, target, d, prompts))
+        found, sample = heldout_acceptance(runner, draft, state, target, d, prompts)
+        figures.update(found)
         top = draft.shape.variants()[-1].name
         say(f"distill: step {step}: held-out acceptance {figures[f'heldout/acceptance_{top}']:.3f}, "
             f"{figures[f'heldout/tokens_per_step_{top}']:.2f} tokens per step at k = {d.eval_k}")
-        return figures
+        return {**figures, "heldout/sample": sample}
 
     def rows(micro: MicroBatch) -> int:
         return len(micro.batch.tail_R)
 
-    fit(module, data, rows, settings, recipe.folder, inputs, d.micro_batch, evaluate,
+    # Another number of ranks may go on with the same blocks a step.
+    resumable = inputs_hash(recipe, ["target", "draft", "distill"], cache=hashes, per_step=data.per_step,
+                            exclude={*free, "micro_batch", "accumulation"})
+    fit(module, data, rows, settings, recipe.folder, resumable, d.micro_batch, evaluate,
         d.eval_every, emptied=MicroBatch.emptied)
     if from_first(not figures):  # resumed after the last evaluation
         evaluate(steps)

@@ -7,7 +7,6 @@ this device. An order of magnitude, not a promise.
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from draftsmith.data.text import stream_sources
 from draftsmith.decode.device import training_dtype
 from draftsmith.decode.target import load_description
 
+from .flops import Shape, layer_weights, product_speed, shape_of
 from .recipe import Recipe
 from .stage import load_split, local_device, shares_of, world_size
 
@@ -31,20 +31,6 @@ KEPT = 2  # checkpoints
 
 
 @dataclass
-class Shape:
-    """Of a stack: weights of its layers, of its embedding and head, hidden size and layers."""
-
-    layers: float
-    ends: float
-    hidden: int
-    depth: int
-
-    def flops(self, tokens: float, rows: float, trained: bool) -> float:
-        """Of a pass over `tokens`, of which `rows` reach the head; a backward pass is twice a forward one."""
-        return 2 * (self.layers * tokens + self.ends * rows) * (3 if trained else 1)
-
-
-@dataclass
 class Line:
     """One job: what it reads or writes in tokens, its FLOPs, and bytes of memory a rank and of disk."""
 
@@ -53,19 +39,6 @@ class Line:
     flops: float
     memory: float
     disk: float
-
-
-def layer_weights(hidden: int, intermediate: int, heads: int, kv_heads: int) -> float:
-    return 2 * hidden * hidden * (1 + kv_heads / heads) + 3 * hidden * intermediate
-
-
-def shape_of(config: Any, layers: int | None = None) -> Shape:
-    """Of a configuration of the Llama kind; others are counted as if they were."""
-    hidden, depth = config.hidden_size, layers or config.num_hidden_layers
-    heads = config.num_attention_heads
-    each = layer_weights(hidden, getattr(config, "intermediate_size", None) or 4 * hidden, heads,
-                         getattr(config, "num_key_value_heads", None) or heads)
-    return Shape(each * depth, config.vocab_size * hidden, hidden, depth)
 
 
 def target_shape(recipe: Recipe) -> tuple[Shape, Any]:
@@ -159,34 +132,22 @@ def estimate(recipe: Recipe, world: int) -> list[Line]:
         lines.append(Line("respond", each, target.flops(each, cached, False), half * weights, cache))
     blocks = d.steps * d.micro_batch * d.accumulation * world if d.steps else (d.epochs or 0) * each / d.block
     tokens = blocks * d.block
-    flops = draft.flops(tokens, 2 * rows * tokens, True)
+    own = recipe.draft.own is not None
+    flops = draft.flops(tokens, 2 * rows * tokens, True, own)
     if d.narrow_weight:
-        flops += draft.flops(tokens, rows * tokens, True) / d.narrow_every
+        flops += draft.flops(tokens, rows * tokens, True, own) / d.narrow_every
     if online:
         flops += target.flops(tokens, tokens, False)
-    ends = 2 if recipe.draft.own else 0
+    ends = 2 if own else 0
     memory = training_memory(draft, ends, d.micro_batch * d.block, d.zero_stage, world, d.recompute) + half * weights
     lines.append(Line("distill", tokens, flops, memory, KEPT * (4 + ADAM) * (draft.layers + ends * draft.ends)))
     return lines
 
 
-def speed(device: torch.device) -> float:
-    """FLOP/s of one large product here."""
-    dtype = training_dtype("auto", device)
-    size = 2048 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(4):
-        started = time.perf_counter()
-        float((a @ b)[0, 0])
-        best = min(best, time.perf_counter() - started)
-    return 2 * size**3 / best
-
-
 def describe(recipe: Recipe) -> str:
     """The estimate as a table."""
     world, device = world_size(), local_device()
-    rate, rows = speed(device), []
+    rate, rows = product_speed(device), []
     for line in estimate(recipe, world):
         hours = line.flops / (rate * USED * world * 3600)
         cells = [_number(line.tokens), _fixed(line.flops / 1e15), _fixed(hours), _fixed(line.memory / 2**30),

@@ -28,9 +28,10 @@ from draftsmith.distill.gate import (
     variant_edges,
 )
 from draftsmith.distill.variants import DraftShape
+from draftsmith.train.gateplot import plot
 from draftsmith.train.loop import Settings, ensure_distributed, fit
 from draftsmith.train.recipe import Recipe, parse_args
-from draftsmith.train.stage import inputs_hash, run_job, say
+from draftsmith.train.stage import inputs_hash, own_folder, run_job, say
 from torch import nn
 
 
@@ -160,12 +161,14 @@ def main() -> None:
         say(f"gate: {recipe.bundle_dir} is up to date, nothing to do")
         return
     ensure_distributed()
+    own_folder(recipe)
     shape = DraftShape.from_json(read_json(recipe.draft_dir / "draft.json")["shape"])
     # Another policy or threshold makes another bundle, not another gate.
     gate, report = train_gate(recipe, traces, shape, inputs_hash(recipe, ["gate"], traces=traces.meta["inputs"]))
     if torch.distributed.get_rank() == 0:
         fitted = calibrate(traces, report.best_fixed, recipe.gate.k)
         write_bundle(recipe, gate, report, traces, fitted, inputs)
+        plot(recipe.folder / "report" / "gate.png", traces, shape, report, fitted, recipe.gate.k)
         say(f"gate: policy paper: tau = {fitted.tau:.2f}, stops below an acceptance of {fitted.stop_acceptance:.2f}; "
             f"{1 / fitted.seconds:.1f} tokens/s in the traces, {1 / fitted.seconds_always:.1f} speculating always, "
             f"{1 / fitted.seconds_never:.1f} never")
@@ -174,7 +177,7 @@ def main() -> None:
         f"{report.regret_best_fixed:.1%})")
     if not report.beats_fixed:
         say(f"gate: it does not beat the best fixed variant, so the bundle uses {report.best_fixed}")
-    say(f"gate: bundle written to {recipe.bundle_dir}")
+    say(f"gate: bundle written to {recipe.bundle_dir}, a picture of traces and gate to {recipe.folder / 'report'}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from draftsmith.data.io import write_text
 from torch import nn
 from tqdm import tqdm
 
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, newest_checkpoint, of_other_ranks, save_checkpoint
+from .flops import product_speed
 from .stage import Terminated, rank, say, world_size
 
 
@@ -91,7 +92,8 @@ def learning_rate(settings: Settings, step: int) -> float:
     return low + (settings.lr - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def make_engine(module: nn.Module, settings: Settings, micro_batch: int) -> Any:
+def make_engine(module: nn.Module, settings: Settings, micro_batch: int, universal: bool = False) -> Any:
+    """`universal`: it will load what another number of ranks has written."""
     import deepspeed
 
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -104,6 +106,7 @@ def make_engine(module: nn.Module, settings: Settings, micro_batch: int) -> Any:
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": settings.clip,
         "steps_per_print": 10**9,
+        "checkpoint": {"load_universal": universal},
     }
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine
@@ -121,8 +124,11 @@ def whole_weights(module: nn.Module, settings: Settings) -> Iterator[None]:
         yield
 
 
+Figures = Mapping[str, float | str]  # what is logged of a step, by name
+
+
 class Log:
-    """Scalars to TensorBoard and one JSON line a step, from the first rank; resumed logs lose no step."""
+    """Scalars and texts to TensorBoard and one JSON line a step, from the first rank; resumed logs lose no step."""
 
     def __init__(self, folder: Path, name: str, step: int) -> None:
         self.active = rank() == 0
@@ -145,10 +151,13 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("a", encoding="utf-8")
 
-    def scalars(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: Figures) -> None:
         if self.active:
             for key, value in values.items():
-                self.board.add_scalar(key, value, step)
+                if isinstance(value, str):
+                    self.board.add_text(key, value, step)
+                else:
+                    self.board.add_scalar(key, value, step)
             try:
                 self.file.write(json.dumps({"step": step, **values}) + "\n")
                 self.file.flush()
@@ -159,6 +168,37 @@ class Log:
         if self.active:
             self.board.close()
             self.file.close()
+
+
+class Speed:
+    """How fast a job has trained, and what share of this machine's products that is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.peak = device, 0.0
+        self.seconds = self.units = 0.0
+        self.done: dict[str, float] = {}
+
+    def add(self, seconds: float, units: float, done: dict[str, float]) -> dict[str, float]:
+        """Count a step of all ranks; what to log of it."""
+        self.seconds, self.units = self.seconds + seconds, self.units + units
+        for name, value in done.items():
+            self.done[name] = self.done.get(name, 0.0) + value
+        if "flops" not in done:
+            return {}
+        if not self.peak:
+            try:
+                self.peak = product_speed(self.device) * world_size()
+            except RuntimeError:  # no memory left for it: a figure is not worth a job
+                self.peak = math.inf
+        return {"train/peak_share": done["flops"] / seconds / self.peak}
+
+    def __str__(self) -> str:
+        if "flops" not in self.done or not self.seconds:
+            return ""
+        rate = self.done["flops"] / self.seconds
+        tokens, rows = self.done.get("tokens", 0.0) / self.seconds, self.units / self.seconds
+        return (f"{tokens:,.0f} tokens and {rows:,.0f} rows a "
+                f"second, {rate / 1e9:,.0f} GFLOP/s, {rate / self.peak:.0%} of what large products reach here")
 
 
 def totals(values: list[float], device: torch.device) -> list[float]:
@@ -177,30 +217,33 @@ def total(value: float, device: torch.device) -> float:
 
 def fit(
     module: nn.Module, batches: Callable[[int], list[Any]], count: Callable[[Any], int], settings: Settings,
-    folder: Path, inputs: str, micro_batch: int = 1, evaluate: Callable[[int], dict[str, float]] | None = None,
+    folder: Path, inputs: str, micro_batch: int = 1, evaluate: Callable[[int], Figures] | None = None,
     eval_every: int = 10**9, discard_stale: bool = False, emptied: Callable[[Any], Any] = lambda batch: batch[:0],
 ) -> Any:
     """Train `module` for settings.steps steps; returns the engine.
 
     `batches(step)`: this rank's micro-batches of a step, a function of the step alone (so is the data's
     position on resume). `module(batch)` returns the sum of losses over `count(batch)` units and
-    {name: (sum, number)} of what is logged as a mean ("tokens" as a rate); gradients are normalised by the
+    {name: (sum, number)} of what is logged as a mean ("tokens" and "flops" as rates); gradients are normalised by the
     units of all ranks and micro-batches together. A checkpoint of other inputs is refused, or thrown away
     where `discard_stale` says that the job is quickly done again. The rows of a micro-batch whose loss is not
     finite are left out (`emptied(batch)` is one without any); settings.max_skipped such steps in a row are an
     error. SIGTERM ends the job after its step, with a checkpoint.
     """
-    engine = make_engine(module, settings, micro_batch)
     checkpoints = folder / "checkpoints" / settings.name
-    start = load_checkpoint(engine, checkpoints, inputs, discard_stale)
-    if start:
+    found = newest_checkpoint(checkpoints, inputs, discard_stale)
+    # Without ZeRO every rank has everything, however many there are.
+    universal = found is not None and settings.zero_stage > 0 and of_other_ranks(found)
+    engine, start = make_engine(module, settings, micro_batch, universal), 0
+    if found is not None:
+        start = load_checkpoint(engine, found)
         say(f"{settings.name}: resuming after step {start}")
     log = Log(folder, settings.name, start)
     bar = tqdm(range(start, settings.steps), initial=start, total=settings.steps, desc=settings.name, unit="step",
                disable=rank() != 0)
     if evaluate is not None and start == 0:
-        log.scalars(0, evaluate(0))
-    skipped = 0
+        log.write(0, evaluate(0))
+    skipped, speed = 0, Speed(engine.device)
     with Termination() as termination:
         for step in bar:
             began = time.perf_counter()
@@ -214,14 +257,16 @@ def fit(
             skipped = _note_skipped(settings, step + 1, bad, skipped)
             seconds = time.perf_counter() - began
             done = step + 1
-            scalars = {**means, "train/lr": rate, "train/rows_per_second": units / seconds, "train/skipped": float(bad),
-                       **{f"train/{name}_per_second": value / seconds for name, value in rates.items()}}
+            figures: dict[str, float | str] = {
+                **means, "train/lr": rate, "train/rows_per_second": units / seconds, "train/skipped": float(bad),
+                **{f"train/{name}_per_second": value / seconds for name, value in rates.items()},
+                **speed.add(seconds, units, rates)}
             bar.set_postfix(loss=f"{means.get('train/loss', math.nan):.3f}", refresh=False)
             stop = total(float(termination.asked), engine.device) > 0  # within the seconds that are left
             # Measured and logged before the checkpoint: a job resumed from it has them already.
             if evaluate is not None and not stop and (done % eval_every == 0 or done == settings.steps):
-                scalars.update(evaluate(done))
-            log.scalars(done, scalars)
+                figures.update(evaluate(done))
+            log.write(done, figures)
             last = done == settings.steps
             # What a step without a finite loss has done to the weights is not known yet.
             if last or ((done % settings.save_every == 0 or stop) and not bad):
@@ -231,6 +276,8 @@ def fit(
                 raise Terminated(f"asked to end: stopped after step {done}; run the same command again to go on")
     bar.close()
     log.close()
+    if told := str(speed):
+        say(f"{settings.name}: {told}")
     return engine
 
 
@@ -267,5 +314,5 @@ def _step(engine: Any, parts: list[Any], count: Callable[[Any], int], emptied: C
             sums[key] = (before[0] + float(value), before[1] + float(number))
     summed = totals([x for pair in sums.values() for x in pair], engine.device)
     found = dict(zip(sums, zip(summed[::2], summed[1::2], strict=True), strict=True))
-    rates = {k: found.pop(k)[0] for k in ("tokens",) if k in found}
+    rates = {str(k): found.pop(k)[0] for k in ("tokens", "flops") if k in found}
     return {f"train/{k}": v / n for k, (v, n) in found.items() if n > 0}, rates, bad

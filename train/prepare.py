@@ -24,6 +24,7 @@ from draftsmith.train.recipe import Recipe, parse_args
 from draftsmith.train.stage import (
     first_makes,
     gather,
+    own_folder,
     rank,
     ranks_together,
     resolve_together,
@@ -94,6 +95,7 @@ def main() -> None:
     if "quickstart" in shares_of(recipe.prompts.train):
         raise DraftsmithError("prepare takes a corpus of texts: name files or datasets in prompts.train")
     with ranks_together():
+        own_folder(recipe)
         run(recipe)
 
 

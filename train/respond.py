@@ -24,6 +24,7 @@ from draftsmith.train.stage import (
     gather,
     load_prompts,
     local_device,
+    own_folder,
     rank,
     ranks_together,
     run_job,
@@ -146,6 +147,7 @@ def main() -> None:
     recipe: Recipe = args.recipe
     samples = load_prompts(recipe, "train")
     with ranks_together():
+        own_folder(recipe)
         run(recipe, samples)
 
 

@@ -6,26 +6,9 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from draftsmith.data.io import nearest
+from draftsmith.data.strict import Section
 from draftsmith.decode.paper import PaperSettings
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML 1.1 reads `yes` as true, which would quietly become 1, and 1e2 as text, which is a number."""
-        numbers = (int, float, int | None, float | None)
-        if info.field_name is None or cls.model_fields[info.field_name].annotation not in numbers:
-            return value
-        if isinstance(value, bool):
-            raise ValueError(f"expected a number, not {str(value).lower()}")
-        try:
-            return float(value) if isinstance(value, str) else value
-        except ValueError:
-            return value
+from pydantic import Field, field_validator, model_validator
 
 
 class TargetSection(Section):
@@ -156,6 +139,9 @@ class DistillSection(Section):
     loss: Loss = Field({"kl": 1.0}, min_length=1, description="losses with their weights; any T^2 is to be in them")
     finish: Loss = Field({}, description="the same, for the end of training; empty: the same as before")
     finish_share: float = Field(0.2, gt=0, le=1, description="of the steps")
+    reach: int = Field(1, ge=1, le=16, description="weigh rows by the chance that a draft of so many tokens reaches "
+                       "them; 1: all alike")
+    focus: float = Field(0.0, ge=0, description="weigh rows by (1 - acceptance) to this power; 0: all alike")
     teacher: Literal["cache", "online"] = Field("cache", description="rows written by train/respond.py, or the target "
                                                 "itself over the corpus of train/prepare.py")
     online_k: int = Field(64, ge=1, description="teacher tokens kept a row by the online teacher")
@@ -172,7 +158,7 @@ class DistillSection(Section):
     clip: float = Field(1.0, ge=0)
     exit_weight: float = Field(0.5, ge=0, description="weight of the early exit's loss")
     narrow_weight: float = Field(0.5, ge=0, description="weight of the pass with sampled widths")
-    narrow_every: int = Field(1, ge=1, description="one micro-batch in so many has that pass")
+    narrow_every: int = Field(1, ge=1, description="one step in so many has that pass")
     zero_stage: int = Field(0, ge=0, le=3)
     recompute: bool = Field(False, description="gradient checkpointing: less memory, a third more time")
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="of matrix products; weights stay fp32")
@@ -239,8 +225,8 @@ class BundleSection(Section):
 
 
 class ValidateSection(Section):
-    count: int = Field(24, ge=2)
-    max_tokens: int = Field(64, ge=2)
+    count: int = Field(12, ge=2)
+    max_tokens: int = Field(48, ge=2)
     k: int = Field(4, ge=1, le=16, description="of the fixed-length baseline")
     reference: bool = Field(True, description="time transformers' generate as well")
     thresholds: Thresholds = Thresholds()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -63,6 +64,38 @@ def ranks_together() -> Iterator[None]:
     finally:
         if world_size() > 1:
             torch.distributed.destroy_process_group()
+
+
+_held: dict[Path, Any] = {}  # open lock files, given up when the process ends, however it does
+
+
+def own_folder(recipe: Recipe) -> None:
+    """Make this job the only one that writes to the recipe's folder, until `run_job` ends. Every rank calls it, with
+    its process group made. Raises `DraftsmithError` where another job writes there."""
+    first_makes(lambda: _lock(recipe))
+
+
+def _lock(recipe: Recipe) -> bool:
+    if rank() != 0 or recipe.folder.resolve() in _held:
+        return True
+    try:
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        lock = (recipe.folder / ".lock").open("a+")
+    except OSError as error:
+        raise DraftsmithError(f"cannot write to {recipe.folder}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        raise DraftsmithError(f"{recipe.folder}: another job is writing there (process {lock.read().strip() or '?'}); "
+                              "wait for it, or choose another 'out' folder") from error
+    except OSError as error:
+        say(f"{recipe.folder} cannot be locked ({error.strerror or error}): see that one job at a time writes there")
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    _held[recipe.folder.resolve()] = lock
+    return True
 
 
 def wait_for_all() -> None:
@@ -135,6 +168,10 @@ def run_job(main: Callable[[], None], name: str) -> None:
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted; run the same command again to go on", file=sys.stderr, flush=True)
         sys.exit(130)
+    finally:
+        for lock in _held.values():
+            lock.close()
+        _held.clear()
 
 
 def inputs_hash(recipe: Recipe, sections: Sequence[str], exclude: Collection[str] = (), **upstream: Any) -> str:

@@ -22,11 +22,12 @@ from draftsmith.decode.device import training_dtype
 from draftsmith.distill.attention import NAME, through_layer
 from draftsmith.distill.losses import headed_loss
 from draftsmith.train.batches import CorpusBatches, MicroBatch
+from draftsmith.train.flops import shape_of
 from draftsmith.train.loop import Settings, ensure_distributed, fit
 from draftsmith.train.prepare import load_tokenizer
 from draftsmith.train.recipe import parse_args
 from draftsmith.train.sections import PretrainSection
-from draftsmith.train.stage import inputs_hash, is_done, local_device, mark_done, run_job, say
+from draftsmith.train.stage import inputs_hash, is_done, local_device, mark_done, own_folder, run_job, say
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,6 +56,7 @@ class PretrainModule(nn.Module):
     def __init__(self, model: LlamaForCausalLM, p: PretrainSection) -> None:
         super().__init__()
         self.body, self.p, self.dtype = model.model, p, training_dtype(p.precision, local_device())
+        self.size = shape_of(model.config)
 
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         batch, device = micro.batch, self.body.norm.weight.device
@@ -68,7 +70,8 @@ class PretrainModule(nn.Module):
             hidden = self._hidden(ids, batch, device)
             # The head is the embedding, tied.
             loss, right = headed_loss(cross_entropy, hidden.flatten(0, 1)[rows], self.body.embed_tokens.weight, labels)
-        parts = {"accuracy": (right.sum(), len(right)), "tokens": (torch.tensor(float(ids.numel())), 1)}
+        parts = {"accuracy": (right.sum(), len(right)), "tokens": (torch.tensor(float(ids.numel())), 1),
+                 "flops": (self.size.flops(ids.numel(), len(rows), True), 1)}
         return loss.sum(), parts
 
     def _hidden(self, ids: torch.Tensor, batch: Batch, device: torch.device) -> torch.Tensor:
@@ -89,7 +92,7 @@ def heldout_loss(module: PretrainModule, batches: CorpusBatches, blocks: TokenBl
     with torch.no_grad():
         for number in range(batches.each_epoch, len(blocks)):
             batch = blocks.batch([number])
-            loss += float(module(MicroBatch(batch, 0, 0, 0))[0])
+            loss += float(module(MicroBatch(batch, 0, 0))[0])
             rows += len(batch.row_index_R)
     module.train()
     return loss / max(1.0, rows)
@@ -102,12 +105,13 @@ def main() -> None:
         raise DraftsmithError(f"{args.recipe_path}: has no section 'pretrain', which says what target to train")
     tokenizer = load_tokenizer(p.tokenizer, recipe.target.trust_remote_code)
     blocks = TokenBlocks(recipe.blocks_dir, p.block, tokenizer_hash(tokenizer))
-    inputs = inputs_hash(recipe, ["pretrain"], exclude={"save_every", "eval_every"},
-                         corpus=[shard["files"]["tokens"]["sha256"] for shard in blocks.manifest.shards])
+    hashes = [shard["files"]["tokens"]["sha256"] for shard in blocks.manifest.shards]
+    inputs = inputs_hash(recipe, ["pretrain"], exclude={"save_every", "eval_every"}, corpus=hashes)
     if is_done(recipe.target_dir / "stage.json", inputs):
         say(f"target: {recipe.target_dir} is up to date, nothing to do")
         return
     ensure_distributed()
+    own_folder(recipe)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = make_model(p, tokenizer, recipe.seed)
     batches = CorpusBatches(blocks, p, recipe.seed, rank, world, p.heldout_blocks)
@@ -125,7 +129,10 @@ def main() -> None:
     def rows(micro: MicroBatch) -> int:
         return len(micro.batch.row_index_R)
 
-    fit(module, batches, rows, settings, recipe.folder, inputs, p.micro_batch, evaluate, p.eval_every,
+    # Another number of ranks may go on with the same blocks a step.
+    resumable = inputs_hash(recipe, ["pretrain"], corpus=hashes, per_step=batches.per_step,
+                            exclude={"save_every", "eval_every", "micro_batch", "accumulation"})
+    fit(module, batches, rows, settings, recipe.folder, resumable, p.micro_batch, evaluate, p.eval_every,
         emptied=MicroBatch.emptied)
     if rank == 0:
         model.cpu().set_attn_implementation("sdpa")

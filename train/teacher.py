@@ -9,6 +9,8 @@ from draftsmith.data.teacher_cache import teacher_rows
 from draftsmith.decode.target import Target
 from torch.nn import functional as F
 
+from .flops import shape_of
+
 CHUNK_BYTES = 2**28  # of the teacher's logits that exist at once
 # What some families do to their logits, which a plain product with the head leaves out.
 UNSUPPORTED = ("logit_scale", "logits_scaling")
@@ -22,7 +24,7 @@ class OnlineTeacher:
     """
 
     def __init__(self, target: Target, k: int, temperature: float) -> None:
-        self.k, self.temperature = k, temperature
+        self.k, self.temperature, self.size = k, temperature, shape_of(target.config)
         head = target.model.get_output_embeddings()
         # Taken now: a runner may repack the module's layers.
         self.body, self.weight, self.bias = target.model.base_model, head.weight.detach(), getattr(head, "bias", None)

@@ -32,6 +32,7 @@ from draftsmith.train.stage import (
     gather,
     inputs_hash,
     load_trace_prompts,
+    own_folder,
     rank,
     ranks_together,
     run_job,
@@ -209,6 +210,7 @@ def main() -> None:
         say(f"trace: {recipe.trace_file} is up to date, nothing to do")
         return
     with ranks_together():
+        own_folder(recipe)
         run(recipe, samples, inputs)
 
 

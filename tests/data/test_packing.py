@@ -293,3 +293,18 @@ def test_units_hold_every_document_once_and_fit_their_block() -> None:
     again = families.units(128, np.random.default_rng(0))
     other = families.units(128, np.random.default_rng(1))
     assert again == units != other
+
+
+def test_a_row_follows_the_one_of_the_token_before_it_in_its_answer(documents: list[Document]) -> None:
+    batch = collate([documents[:2], documents[2:]], 32)
+    rows, expected = batch.row_index_R.tolist(), []
+    for before, row in zip([-2, *rows], rows, strict=False):
+        b, at = divmod(row, 32)
+        beside = before == row - 1 and before // 32 == b
+        first = batch.branch_BT[b, at] != batch.branch_BT[b, at - 1]
+        after_prompt = batch.branch_BT[b, at] == 1  # only the first answer stands right after its prompt
+        same = batch.document_BT[b, at] == batch.document_BT[b, at - 1]
+        expected.append(bool(beside and same and (not first or after_prompt)))
+    assert batch.follows_R.tolist() == expected
+    assert any(expected)
+    assert not all(expected)

@@ -321,3 +321,24 @@ def test_a_teacher_that_rules_tokens_out_is_no_problem_for_the_dense_loss() -> N
     expected = (p * (p.clamp_min(1e-300).log() - torch.log_softmax(logits / 0.5, -1))).sum(-1)
     torch.testing.assert_close(value, expected)
     assert torch.isfinite(torch.autograd.grad(value.sum(), draft)[0]).all()
+
+
+def test_rows_weigh_by_how_often_drafts_reach_them_and_how_wrong_the_draft_is() -> None:
+    """Against the definition: the mean over the k places where a draft may have begun of the product of acceptances
+    on the way; times (1 - a)^g."""
+    acceptance, k = [0.9, 0.5, 0.2, 1.0, 0.7, 0.6], 3
+    follows = [False, True, True, True, False, True]
+    expected = []
+    for t in range(len(acceptance)):
+        total = 0.0
+        for begun in range(t, t - k, -1):
+            if begun < 0 or not all(follows[begun + 1 : t + 1]):
+                break
+            total += math.prod(acceptance[begun:t])
+        expected.append(total / k)
+    a = torch.tensor(acceptance, dtype=torch.float64)
+    found = losses.row_weights(a, torch.tensor(follows), k, 0.0)
+    assert found.tolist() == pytest.approx(expected)
+    focused = losses.row_weights(a, torch.tensor(follows), k, 2.0)
+    assert focused.tolist() == pytest.approx([w * (1 - x) ** 2 for w, x in zip(expected, acceptance, strict=True)])
+    assert losses.row_weights(a, torch.tensor(follows), 1, 0.0).tolist() == [1.0] * 6

@@ -44,6 +44,9 @@ def test_each_stage_leaves_what_the_next_needs_and_learns(folder: Path) -> None:
     assert len(losses) == 40
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert any("heldout/acceptance_4L" in line for line in lines)
+    assert any(line.get("heldout/sample") for line in lines)
+    assert all(0 < line["train/peak_share"] < 1 for line in lines if "train/loss" in line)
+    assert (out / "report/gate.png").stat().st_size > 10_000
 
 
 def cache_rows(folder: Path) -> list[tuple[list[int], list[int]]]:
@@ -101,6 +104,27 @@ def test_a_dead_rank_ends_the_job_with_one_line_and_a_restart_goes_on(folder: Pa
     again = launch("distill", folder / "recipe.yaml", *options, ranks=2)
     assert "distill: resuming after step" in again.stderr
     assert (out / "draft/draft.safetensors").is_file()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_rank_goes_on_where_two_were(folder: Path, stage: int) -> None:
+    """What ZeRO spread over two ranks, with as many blocks a step on one."""
+    out, again = folder / f"pair{stage}", folder / f"single{stage}"
+    shutil.copytree(folder / "out/teacher", out / "teacher")
+    options = (f"distill.zero_stage={stage}", "distill.steps=8", "distill.save_every=4", "distill.eval_prompts=0",
+               "distill.micro_batch=1", "distill.narrow_weight=0")
+    launch("distill", folder / "recipe.yaml", f"out={out}", *options, "distill.accumulation=1", ranks=2)
+    shutil.copytree(out, again)
+    shutil.rmtree(again / "checkpoints/distill/step-00000008")
+    shutil.rmtree(again / "draft")
+    told = launch("distill", folder / "recipe.yaml", f"out={again}", *options, "distill.accumulation=2")
+    assert "resuming after step 4" in told.stderr
+    first, second = ([json.loads(line) for line in (place / "distill.jsonl").read_text().splitlines()]
+                     for place in (out, again))
+    assert [row["step"] for row in second] == [row["step"] for row in first]
+    for a, b in zip(first[1:], second[1:], strict=True):  # the first line is of before the first step
+        assert b["train/loss"] == pytest.approx(a["train/loss"], abs=1e-4)
+    assert not list((again / "checkpoints/distill").glob(".*"))
 
 
 def test_tensorboard_has_losses_acceptance_learning_rate_and_speed(folder: Path) -> None:

@@ -14,7 +14,7 @@ from draftsmith.train.recipe import Recipe, load_recipe, parse_args
 from draftsmith.train.sections import DistillSection
 from draftsmith.train.stage import inputs_hash, load_prompts
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+RECIPES = [p for p in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")) if not p.name.startswith("eval-")]
 BASE: dict[str, Any] = {
     "name": "tiny",
     "out": "runs/tiny",

@@ -9,12 +9,13 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from draftsmith.data import DraftsmithError
-from draftsmith.train import checkpoint
+from draftsmith.train import checkpoint, stage
 from draftsmith.train.loop import Settings, ensure_distributed, fit, learning_rate
 from draftsmith.train.stage import Terminated
 from torch import nn
@@ -121,19 +122,38 @@ def test_a_full_disk_ends_with_a_message_and_keeps_the_earlier_checkpoint(
     assert same(train(tmp_path / "out"), train(tmp_path / "whole"))
 
 
-def test_a_checkpoint_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+def test_without_zero_a_checkpoint_of_any_number_of_ranks_is_gone_on_with(tmp_path: Path) -> None:
+    """Spread by ZeRO it is converted first: tests/e2e/test_pipeline.py."""
+    whole = train(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, interrupted_at(4))
-    (marker,) = tmp_path.rglob(checkpoint.MARKER)
+        train(tmp_path / "cut", interrupted_at(4))
+    (marker,) = (tmp_path / "cut").rglob(checkpoint.MARKER)
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "ranks": 4}))
-    with pytest.raises(DraftsmithError, match="written by 4 ranks, and this run has 1"):
-        train(tmp_path)
+    assert same(train(tmp_path / "cut"), whole)
+
+
+def test_a_folder_belongs_to_one_job_at_a_time(tmp_path: Path) -> None:
+    import fcntl
+
+    recipe: Any = SimpleNamespace(folder=tmp_path / "out")
+
+    def job() -> None:
+        stage.own_folder(recipe)
+        stage.own_folder(recipe)  # the same job may ask again
+        assert (tmp_path / "out/.lock").read_text() == str(os.getpid())
+
+    stage.run_job(job, "job")
+    with (tmp_path / "out/.lock").open("r+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(DraftsmithError, match=f"another job is writing there .process {os.getpid()}."):
+            job()
+    stage.run_job(job, "job")
 
 
 def test_checkpoints_of_another_recipe_are_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, interrupted_at(4))
-    with pytest.raises(DraftsmithError, match="different recipe or data"):
+    with pytest.raises(DraftsmithError, match="different recipe, data"):
         train(tmp_path, inputs="y")
 
 
@@ -188,6 +208,7 @@ def test_a_step_without_a_single_unit_changes_nothing_and_is_no_error(tmp_path: 
 
 def test_sigterm_ends_the_job_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole")
+    before = signal.getsignal(signal.SIGTERM)  # ours to give back, whoever set it
 
     def asked(step: int) -> list[torch.Tensor]:
         if step == 4:
@@ -198,7 +219,7 @@ def test_sigterm_ends_the_job_after_its_step_with_a_checkpoint(tmp_path: Path) -
         train(tmp_path / "cut", asked)
     assert [p.name for p in checkpoint.checkpoints(tmp_path / "cut/checkpoints/job")] == [
         "step-00000003", "step-00000005"]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
     assert same(train(tmp_path / "cut"), whole)
 
 

@@ -1,0 +1,53 @@
+"""What a pass costs in multiplications, and how many of them this machine can do."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from draftsmith.decode.device import training_dtype
+
+
+@dataclass
+class Shape:
+    """Of a stack: weights of its layers, of its embedding and head, hidden size and layers."""
+
+    layers: float
+    ends: float
+    hidden: int
+    depth: int
+
+    def flops(self, tokens: float, rows: float, trained: bool, ends_trained: bool = True) -> float:
+        """Of a pass over `tokens`, of which `rows` reach the head, attention left out. A backward pass is twice a
+        forward one: by the weights and by what went in; of a frozen head it is the latter alone."""
+        back, ends_back = (2, 1 + ends_trained) if trained else (0, 0)
+        return 2 * (self.layers * tokens * (1 + back) + self.ends * rows * (1 + ends_back))
+
+
+def layer_weights(hidden: int, intermediate: int, heads: int, kv_heads: int) -> float:
+    return 2 * hidden * hidden * (1 + kv_heads / heads) + 3 * hidden * intermediate
+
+
+def shape_of(config: Any, layers: int | None = None, head: int | None = None) -> Shape:
+    """Of a configuration of the Llama kind; others are counted as if they were. `head`: rows of a trimmed one."""
+    hidden, depth = config.hidden_size, layers or config.num_hidden_layers
+    heads = config.num_attention_heads
+    each = layer_weights(hidden, getattr(config, "intermediate_size", None) or 4 * hidden, heads,
+                         getattr(config, "num_key_value_heads", None) or heads)
+    return Shape(each * depth, (head or config.vocab_size) * hidden, hidden, depth)
+
+
+def product_speed(device: torch.device) -> float:
+    """FLOP/s of one large product here, in the type that training uses unless told otherwise."""
+    dtype = training_dtype("auto", device)
+    size = 2048 if device.type == "cpu" else 4096
+    own = torch.Generator(device)  # the global one belongs to whoever is training
+    a, b = (torch.randn(size, size, dtype=dtype, device=device, generator=own) for _ in range(2))
+    best = float("inf")
+    for _ in range(4):
+        started = time.perf_counter()
+        float((a @ b)[0, 0])
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
