@@ -113,6 +113,16 @@ class Decoder:
         bundle.tensors.clear()  # the runner has them
         return cls(target, runner, draft, bundle, bundle_costs(bundle, runner, draft))
 
+    def beside(self, folder: str | os.PathLike[str], draft_precision: str = "auto") -> Decoder:
+        """A decoder of the same loaded target with another bundle's draft. Raises `DraftsmithError` for a bundle that
+        does not fit the target."""
+        bundle = load_bundle(folder)
+        check_compatible(bundle, self.target.config, self.tokenizer)
+        draft = DraftRunner(bundle.draft_config, bundle.shape, bundle.tensors, self.target.embedding, self.target.head,
+                            draft_precision)
+        bundle.tensors.clear()
+        return Decoder(self.target, self.runner, draft, bundle, bundle_costs(bundle, self.runner, draft))
+
     def describe_costs(self) -> str:
         assert self.costs is not None
         text = f"a target pass takes {1e3 * self.costs.rows(1):.0f} ms"

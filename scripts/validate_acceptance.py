@@ -1,6 +1,7 @@
 """Validate a trained bundle: identical text, acceptance, speed. Exits 1 when a threshold is missed.
 
     python scripts/validate_acceptance.py runs/quickstart/bundle [--recipe recipes/quickstart.yaml]
+    python scripts/validate_acceptance.py runs/new/bundle --against runs/old/bundle    is the new draft better?
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from draftsmith.data.text import read_samples
 from draftsmith.decode.bundle import load_bundle, update_manifest
 from draftsmith.decode.decoder import Decoder
 from draftsmith.decode.device import device_name
+from draftsmith.decode.evaluation.against import compare_drafts
 from draftsmith.decode.references import transformers_generate
 from draftsmith.decode.report import table, write_report
 from draftsmith.decode.sampling import SamplingParams
@@ -26,7 +28,7 @@ from draftsmith.train.stage import load_prompts, run_job
 from pydantic import ValidationError
 from tqdm import tqdm
 
-REFERENCE_PROMPTS = 8  # enough to compare plain decoding with; its speed is not what is being judged
+REFERENCE_PROMPTS = 4  # enough to compare plain decoding with; its speed is not what is being judged
 EXAMPLES = 4
 
 
@@ -46,6 +48,8 @@ def main() -> None:
     parser.add_argument("--prompts", help="JSONL or text file of prompts instead of the recipe's held-out ones")
     parser.add_argument("--target", help="target folder or hub name (default: the one named in the bundle)")
     parser.add_argument("--count", type=int, help="number of prompts")
+    parser.add_argument("--against", help="another bundle: say whether this one's draft is better, and end; exits 1 "
+                        "where it is worse")
     parser.add_argument("--out", help="report folder (default: report, beside the bundle)")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the target's folder run its own code")
     args = parser.parse_args()
@@ -59,6 +63,12 @@ def main() -> None:
         raise DraftsmithError(f"validation compares prompts in pairs and needs at least 2, not {len(samples)}")
     trust = args.trust_remote_code or recipe.target.trust_remote_code
     decoder = Decoder.load(args.bundle, args.target, quiet=False, trust_remote_code=trust)
+    if args.against:
+        _, prompts = encode_prompts(decoder.tokenizer, samples, decoder.runner.context - v.max_tokens)
+        found = compare_drafts(decoder, decoder.beside(args.against), prompts, v.k, v.max_tokens,
+                               lambda x: tqdm(x, desc="against", unit="prompt"))
+        print(found)
+        sys.exit(int(found.worse))
     default = decoder.context.default
     methods = list(dict.fromkeys(["ar", f"fixed({v.k})", "paper", "goodput", default]))
     reference = None

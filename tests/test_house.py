@@ -71,7 +71,7 @@ def imported_rooms(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("room", ARROWS)
 def test_imports_follow_the_arrows(room: str) -> None:
-    for path in (ROOT / room).glob("*.py"):
+    for path in (ROOT / room).rglob("*.py"):
         assert imported_rooms(path) <= ARROWS[room] | {room}, path
 
 
