@@ -11,6 +11,7 @@ import numpy as np
 from .protocol import PLAIN
 from .results import Results, predicted_speedup
 
+SCALE = 1.45  # pixels of the page a point of the drawing
 INK = "#010203"  # stands for the page's text colour, and is replaced by it
 COLOURS = {"ar": "#8c8c8c", "dsd": "#c98b2b", "mtv": "#b2568f", "paper": "#3a8f6d", "goodput": "#3274c8",
            "transformers": "#a8a8a8", "transformers-assisted": "#c0a0a0", "transformers-lookup": "#a0b0c0"}
@@ -41,12 +42,13 @@ def begin() -> Any:
 
 
 def svg(figure: Any, name: str) -> str:
-    """A figure as an SVG element without a fixed size; ids in it begin with its name, for a page has several."""
+    """A figure as an SVG element as wide as it was drawn; ids in it begin with its name, for a page has several."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None}, bbox_inches="tight")
     text = out.getvalue()
     head, rest = text[text.index("<svg") :].split(">", 1)
-    text = re.sub(r'\s(width|height)="[^"]*"', "", head) + ">" + rest
+    wide = float(re.search(r'viewBox="\S+ \S+ (\S+)', head)[1])  # type: ignore[index]
+    text = re.sub(r'\s(width|height)="[^"]*"', "", head) + f' width="{SCALE * wide:.0f}">' + rest
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     return text.replace(INK, "currentColor")
 

@@ -212,7 +212,8 @@ body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; font: 16px/1
   color: var(--ink); background: var(--paper) }
 h1 { font-size: 1.6rem; line-height: 1.25 } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem }
 .short { background: var(--mark); border-radius: .6rem; padding: .4rem 1.2rem }
-.short li { margin: .5rem 0 } .wide { overflow-x: auto } figure { margin: 0 } svg { max-width: 100%; height: auto }
+.short li { margin: .5rem 0 } .wide, figure { overflow-x: auto } figure { margin: 0 }
+svg { max-width: max(100%, 32rem); height: auto }
 svg text { font-family: system-ui, sans-serif !important }
 table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; white-space: nowrap }
 th, td { padding: .35rem .7rem; text-align: right; border-bottom: 1px solid var(--line) }
