@@ -72,13 +72,13 @@ def policies(decoder: Decoder, names: str, file: str | None, count: int, max_tok
     return {"machine": device_name(), "prompts": len(prompts), "max_tokens": max_tokens, "policies": found}, text
 
 
-def others(decoder: Decoder, folder: str, names: str, file: str | None, count: int, max_tokens: int,
+def others(decoder: Decoder, names: str, file: str | None, count: int, max_tokens: int,
            trust_remote_code: bool) -> Figures:
     """Policies beside outside engines; prefill included."""
     from .references import references, run_references
 
     prompts = prompts_for(decoder, file, count, max_tokens)
-    engines = references(folder, decoder, trust_remote_code)
+    engines = references(decoder, trust_remote_code)
     found = run_references(decoder, engines, prompts, policy_names(names), max_tokens,
                            lambda x: tqdm(x, desc="bench", unit="prompt"))
     lines = [[name, f"{f['tokens_per_second']:.1f}",

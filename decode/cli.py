@@ -123,7 +123,7 @@ def run_bench(args: argparse.Namespace) -> None:
     elif args.linears:
         figures, text = benchtables.linears(decoder)
     elif args.references:
-        figures, text = benchtables.others(decoder, args.bundle, args.policies, args.prompts, args.count,
+        figures, text = benchtables.others(decoder, args.policies, args.prompts, args.count,
                                            args.max_tokens, args.trust_remote_code)
     else:
         figures, text = benchtables.policies(decoder, args.policies, args.prompts, args.count, args.max_tokens,

@@ -11,16 +11,15 @@ chain gets those side branches whose gain exceeds what a row more in the pass co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.data import DraftsmithError
-from draftsmith.data.io import nearest
 from draftsmith.distill.gate import Gate
 from draftsmith.distill.variants import DraftShape, Variant
 
 from .costs import MAX_DRAFT, PROBE_CONTEXT, Costs
-from .policies import Plan, PolicyBase, Round, View
+from .policies import Plan, PolicyBase, Round, View, refuse_unknown
 
 PRIOR_ACCEPTANCE = 0.6  # before calibration
 LEARNING_RATE = 0.1
@@ -59,10 +58,8 @@ class GoodputSettings:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> GoodputSettings:
-        known = {f.name for f in fields(cls)}
+        refuse_unknown("goodput", cls, value)
         for key, setting in value.items():
-            if key not in known:
-                raise DraftsmithError(f"unknown setting '{key}' of policy goodput{nearest(key, known)}")
             if setting not in (0, 1):
                 raise DraftsmithError(f"setting '{key}' of policy goodput is 1 or 0, not {setting:g}")
         return cls(**{key: int(setting) for key, setting in value.items()})

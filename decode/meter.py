@@ -20,6 +20,13 @@ def log_probs_at(logits_RV: torch.Tensor, tokens: list[int]) -> list[float]:
     return (rows.gather(-1, index).squeeze(-1) - rows.logsumexp(-1)).tolist()
 
 
+def log_probs_in_head(logits_RD: torch.Tensor, rows: dict[int, int], tokens: list[int]) -> list[float]:
+    """The same under a trimmed head, of which `rows` gives each token's row; -inf for a token that it lacks."""
+    where = [rows.get(t, -1) for t in tokens]
+    known = log_probs_at(logits_RD, [max(r, 0) for r in where])
+    return [value if row >= 0 else float("-inf") for value, row in zip(known, where, strict=True)]
+
+
 class PerplexityMeter:
     """Log-probabilities at temperature 1 of committed tokens by absolute position."""
 

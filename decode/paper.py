@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.data import DraftsmithError
-from draftsmith.data.io import nearest
 from draftsmith.distill.gate import Gate
 from draftsmith.distill.variants import DraftShape, Variant
 
 from .costs import MAX_DRAFT
-from .policies import Plan, PolicyBase, Round, View
+from .policies import Plan, PolicyBase, Round, View, refuse_unknown
 
 
 @dataclass
@@ -39,10 +38,7 @@ class PaperSettings:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> PaperSettings:
-        known = {f.name for f in fields(cls)}
-        for key in value:
-            if key not in known:
-                raise DraftsmithError(f"unknown setting '{key}' of policy paper{nearest(key, known)}")
+        refuse_unknown("paper", cls, value)
         found: dict[str, Any] = {}
         for key, setting in value.items():
             whole = isinstance(getattr(cls, key), int)

@@ -12,7 +12,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -255,6 +255,14 @@ class PolicyContext:
     variant: Variant | None
     paper: dict[str, Any]
     goodput: dict[str, Any]
+
+
+def refuse_unknown(policy: str, settings: type, value: dict[str, Any]) -> None:
+    """Raise `DraftsmithError` for a setting that the dataclass of a policy does not have."""
+    known = {f.name for f in fields(settings)}
+    for key in value:
+        if key not in known:
+            raise DraftsmithError(f"unknown setting '{key}' of policy {policy}{nearest(key, known)}")
 
 
 def _settings(name: str, text: str) -> dict[str, float]:

@@ -8,7 +8,7 @@ import torch
 from draftsmith.distill.variants import Variant
 
 from .candidates import Draft, branch
-from .meter import PerplexityMeter, log_probs_at
+from .meter import PerplexityMeter, log_probs_in_head
 from .policies import Plan, Policy
 from .processors import Processors
 from .profile import Laps
@@ -56,9 +56,7 @@ class ElasticProposer:
 
     def log_probs(self, logits: torch.Tensor, tokens: list[int]) -> list[float]:
         """Log-probability at temperature 1 of tokens[i] under row i; -inf where the trimmed head lacks it."""
-        rows = [self.rows.get(t, -1) for t in tokens]
-        known = log_probs_at(logits, [max(r, 0) for r in rows])
-        return [value if row >= 0 else float("-inf") for value, row in zip(known, rows, strict=True)]
+        return log_probs_in_head(logits, self.rows, tokens)
 
     def propose(self, tokens: list[int], plan: Plan, policy: Policy, meter: PerplexityMeter | None,
                 stop_ids: frozenset[int]) -> Draft:

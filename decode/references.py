@@ -10,29 +10,22 @@ from typing import Any
 
 import torch
 
-from .bundle import load_bundle
 from .decoder import Decoder
-from .export import stock_model
+from .evaluation.methods import OUTSIDE, Method, outside
 from .sampling import SamplingParams
-from .target import PRESETS, load_target
+from .target import PRESETS
 from .validate import paired_ratio, rotated
 
 # (prompt ids, max_tokens) -> (new ids, seconds), greedy
 Reference = Callable[[list[int], int], tuple[list[int], float]]
 
-LOOKUP_TOKENS = 4  # drafted a round by transformers' prompt lookup
 
+def plain(method: Method) -> Reference:
+    """A method as a reference: ids and seconds, greedy."""
 
-def transformers_generate(model: Any, eos_ids: frozenset[int], **options: Any) -> Reference:
-    """Stock greedy `generate`; `options` choose how it speculates."""
-
-    @torch.no_grad()
     def run(prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
-        ids = torch.tensor([prompt], device=model.device)
-        started = time.perf_counter()
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,
-                             eos_token_id=sorted(eos_ids) or None, pad_token_id=min(eos_ids, default=0), **options)
-        return out[0, len(prompt) :].tolist(), time.perf_counter() - started
+        answer = method(prompt, SamplingParams(max_tokens=max_tokens))
+        return answer.ids, answer.seconds
 
     return run
 
@@ -54,22 +47,18 @@ def llama_cpp(gguf: Path, eos_ids: frozenset[int]) -> Reference:
     return run
 
 
-def references(folder: str, decoder: Decoder, trust_remote_code: bool = False) -> dict[str, Reference]:
+def references(decoder: Decoder, trust_remote_code: bool = False) -> dict[str, Reference]:
     """Everything that can run here for a bundle's target; the draft goes to `transformers` as its stock export."""
-    bundle, name = load_bundle(folder), decoder.target.name
-    target = load_target(name, torch.float32, trust_remote_code=trust_remote_code)
-    eos = target.eos_ids
-    found = {
-        "transformers generate": transformers_generate(target.model, eos),
-        "transformers prompt lookup": transformers_generate(target.model, eos, prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        f"transformers assisted, our {bundle.shape.layers}-layer draft": transformers_generate(
-            target.model, eos, assistant_model=stock_model(bundle, target, bundle.shape.layers)),
-    }
+    assert decoder.draft is not None  # a bundle has one
+    name, made = decoder.target.name, outside(decoder, list(OUTSIDE), trust_remote_code)
+    labels = {"transformers": "transformers generate", "transformers-lookup": "transformers prompt lookup",
+              "transformers-assisted": f"transformers assisted, our {decoder.draft.shape.layers}-layer draft"}
+    found = {label: plain(made[method]) for method, label in labels.items()}
     if name.lower() in PRESETS and importlib.util.find_spec("llama_cpp") is not None:
         spec = importlib.util.find_spec(PRESETS[name.lower()][0])
         if spec is not None and spec.origin is not None:
             file = next(Path(spec.origin).parent.glob("*.gguf"))
-            found[f"llama.cpp {file.stem.rsplit('.', 1)[-1]}"] = llama_cpp(file, eos)
+            found[f"llama.cpp {file.stem.rsplit('.', 1)[-1]}"] = llama_cpp(file, decoder.eos_ids)
     return found
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from draftsmith.data.text import Sample
 
 from .decoder import Decoder
+from .evaluation.statistics import of_ratios
 from .identity import compare
 from .sampling import SamplingParams
 from .stats import Stats
@@ -59,12 +60,8 @@ class Result:
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
     """Geometric mean of paired ratios with a Student t interval on their logarithms."""
-    from scipy import stats
-
-    logs = np.log(np.asarray(numerator) / np.asarray(denominator))
-    mean, n = float(logs.mean()), len(logs)
-    spread = float(logs.std(ddof=1) / np.sqrt(n) * stats.t.ppf(0.975, n - 1)) if n > 1 else float("inf")
-    return Interval(float(np.exp(mean)), float(np.exp(mean - spread)), float(np.exp(mean + spread)), n)
+    found = of_ratios(numerator, denominator)
+    return Interval(found.ratio, found.low, found.high, found.n)
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:

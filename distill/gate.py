@@ -14,7 +14,7 @@ import torch
 from draftsmith.data.traces import Traces
 from torch import nn
 
-from .variants import EXIT_ALPHA, DraftShape
+from .variants import EXIT_ALPHA, LEAST_ALPHA, DraftShape
 
 SOFTNESS = 1.0  # standard deviation of the soft assignment, in half-widths of a variant's interval of alpha
 
@@ -39,7 +39,7 @@ class Gate(nn.Module):
 
 def variant_edges(shape: DraftShape) -> torch.Tensor:
     """The bounds of the variants' intervals of alpha, [A + 1], in the order of `shape.variants()`."""
-    return torch.tensor([0.5, EXIT_ALPHA, *sorted(shape.buckets)])
+    return torch.tensor([LEAST_ALPHA, EXIT_ALPHA, *sorted(shape.buckets)])
 
 
 def soft_weights(alpha_N: torch.Tensor, edges_A1: torch.Tensor) -> torch.Tensor:

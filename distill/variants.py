@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-FULL_ALPHA = 1.5
+LEAST_ALPHA, FULL_ALPHA = 0.5, 1.5
 EXIT_ALPHA = 0.7  # below it the early exit runs instead of a narrower full-depth network
 
 
@@ -36,6 +36,10 @@ class DraftShape:
     def variants(self) -> list[Variant]:
         """From the cheapest to the largest: the early exit, then full depth at each width."""
         return [Variant(self.exit)] + [Variant(self.layers, b) for b in sorted(self.buckets)]
+
+    def alphas(self) -> list[float]:
+        """For each of the variants an alpha that selects it: of the early exit the middle of its range."""
+        return [(LEAST_ALPHA + EXIT_ALPHA) / 2, *sorted(self.buckets)]
 
     def width(self, variant: Variant) -> int:
         """Feed-forward neurons of `variant`: the first ceil(alpha / 1.5 * intermediate)."""

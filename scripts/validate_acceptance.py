@@ -18,7 +18,8 @@ from draftsmith.decode.bundle import load_bundle, update_manifest
 from draftsmith.decode.decoder import Decoder
 from draftsmith.decode.device import device_name
 from draftsmith.decode.evaluation.against import compare_drafts
-from draftsmith.decode.references import transformers_generate
+from draftsmith.decode.evaluation.methods import stock
+from draftsmith.decode.references import plain
 from draftsmith.decode.report import table, write_report
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import load_target
@@ -73,8 +74,8 @@ def main() -> None:
     methods = list(dict.fromkeys(["ar", f"fixed({v.k})", "paper", "goodput", default]))
     reference = None
     if v.reference:
-        stock = load_target(args.target or bundle.manifest.target["name"], trust_remote_code=trust)
-        reference = transformers_generate(stock.model, stock.eos_ids)
+        own = load_target(args.target or bundle.manifest.target["name"], trust_remote_code=trust)
+        reference = plain(stock(own.model, own.tokenizer, own.eos_ids))
     samples, prompts = encode_prompts(decoder.tokenizer, samples, decoder.runner.context - v.max_tokens)
     rows = run_methods(decoder, samples, prompts, methods, v.max_tokens, reference, REFERENCE_PROMPTS,
                        lambda schedule: tqdm(schedule, desc="validate", unit="run"))

@@ -17,9 +17,10 @@ from draftsmith.data.chat import encode_prompts
 from draftsmith.data.teacher_cache import CacheManifest
 from draftsmith.data.text import stream_sources
 from draftsmith.decode.device import training_dtype
+from draftsmith.decode.flops import layer_weights
 from draftsmith.decode.target import load_description
 
-from .flops import Shape, layer_weights, product_speed, shape_of
+from .flops import Shape, product_speed, shape_of
 from .recipe import Recipe
 from .stage import load_split, local_device, shares_of, world_size
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from draftsmith.decode.device import training_dtype
+from draftsmith.decode.flops import layer_weights_of
 
 
 @dataclass
@@ -26,17 +27,10 @@ class Shape:
         return 2 * (self.layers * tokens * (1 + back) + self.ends * rows * (1 + ends_back))
 
 
-def layer_weights(hidden: int, intermediate: int, heads: int, kv_heads: int) -> float:
-    return 2 * hidden * hidden * (1 + kv_heads / heads) + 3 * hidden * intermediate
-
-
 def shape_of(config: Any, layers: int | None = None, head: int | None = None) -> Shape:
     """Of a configuration of the Llama kind; others are counted as if they were. `head`: rows of a trimmed one."""
     hidden, depth = config.hidden_size, layers or config.num_hidden_layers
-    heads = config.num_attention_heads
-    each = layer_weights(hidden, getattr(config, "intermediate_size", None) or 4 * hidden, heads,
-                         getattr(config, "num_key_value_heads", None) or heads)
-    return Shape(each * depth, (head or config.vocab_size) * hidden, hidden, depth)
+    return Shape(layer_weights_of(config) * depth, (head or config.vocab_size) * hidden, hidden, depth)
 
 
 def product_speed(device: torch.device) -> float:

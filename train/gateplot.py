@@ -10,9 +10,7 @@ from draftsmith.data.io import atomic_path
 from draftsmith.data.traces import Traces
 from draftsmith.distill.calibrate import Calibration, decisions, tau_costs
 from draftsmith.distill.gate import GateReport
-from draftsmith.distill.variants import DraftShape
-
-EXIT_ALPHA = 0.6  # where the 2-layer exit is drawn: alphas below 0.7 select it
+from draftsmith.distill.variants import EXIT_ALPHA, DraftShape
 
 
 def by_prompt(values_N: np.ndarray, prompts: list[str]) -> tuple[float, float]:
@@ -43,12 +41,12 @@ def plot(path: Path, traces: Traces, shape: DraftShape, report: GateReport, fitt
 
 
 def _acceptance(axis: Any, traces: Traces, shape: DraftShape) -> None:
-    alphas = [EXIT_ALPHA, *shape.buckets]
+    alphas = shape.alphas()
     values = [by_prompt(np.nanmean(traces.acceptance_NAH[:, i], axis=-1), traces.prompt_N) for i in range(len(alphas))]
     means, errors = np.array(values).T
     axis.errorbar(alphas[1:], means[1:], 1.96 * errors[1:], marker="o", capsize=3, label=f"{shape.layers} layers")
     axis.errorbar(alphas[:1], means[:1], 1.96 * errors[:1], marker="s", capsize=3, label=f"{shape.exit}-layer exit")
-    axis.axvline(0.7, color="#aaaaaa", linewidth=0.8, linestyle=":")
+    axis.axvline(EXIT_ALPHA, color="#aaaaaa", linewidth=0.8, linestyle=":")
     axis.set(title="Is every width useful?", xlabel="alpha (1.5 is the full width)",
              ylabel="expected acceptance, 95 % over prompts", ylim=(0, 1))
     axis.legend(fontsize=8)

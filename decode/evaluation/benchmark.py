@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,14 +10,13 @@ from typing import Any
 
 import torch
 from draftsmith.data import DraftsmithError
-from draftsmith.data.io import atomic_path, sha256_file
+from draftsmith.data.io import atomic_path, sha256_file, write_text
 from tqdm import tqdm
 
 from ..benchtables import markdown
 from ..decoder import Decoder
 from ..device import device_name
 from ..policies import make_policy
-from .figures import BUCKET_OF_EXIT
 from .journal import Journal
 from .methods import OUTSIDE
 from .protocol import PLAIN, TUNED, Comparison, Settings
@@ -65,6 +65,7 @@ def run(recipe: EvalRecipe, ablate: bool = False) -> Path:
     begun = Journal.header_of(folder / "rows.jsonl").get("draft_precision", "auto")
     decoder = Decoder.load(recipe.bundle, recipe.target, quiet=False, trust_remote_code=recipe.trust_remote_code,
                            draft_precision=begun)
+    assert decoder.draft is not None  # a bundle has one
     for name in methods:
         if name not in TUNED and name not in OUTSIDE:
             make_policy(name, decoder.context)  # a misspelt one is better found before an hour's work
@@ -88,10 +89,9 @@ def run(recipe: EvalRecipe, ablate: bool = False) -> Path:
                  f"{c.task.name} {c.task.max_tokens}" for c in chosen),
              "prompts measured in more than one session": f"{results.split:.0%}",
              "temperature": recipe.temperature, "seed": recipe.seed, "machine": device_name(),
-             "precision": f"target {decoder.runner.precision}" + (
-                 f", draft {decoder.draft.precision}" if decoder.draft else ""),
+             "precision": f"target {decoder.runner.precision}, draft {decoder.draft.precision}",
              "versions": ", ".join(f"{k} {v}" for k, v in versions().items())}
-    return write_report(folder, results, facts, alphas_of(decoder), costs_of(decoder))
+    return write_report(folder, results, facts, decoder.draft.shape.alphas(), costs_of(decoder))
 
 
 def header(recipe: EvalRecipe, decoder: Decoder) -> dict[str, Any]:
@@ -106,12 +106,6 @@ def header(recipe: EvalRecipe, decoder: Decoder) -> dict[str, Any]:
             "seed": recipe.seed, "threads": torch.get_num_threads()}
 
 
-def alphas_of(decoder: Decoder) -> list[float]:
-    """The alpha of every variant."""
-    shape = decoder.draft.shape if decoder.draft else None
-    return [BUCKET_OF_EXIT, *shape.buckets] if shape and shape.buckets else [1.5]
-
-
 def costs_of(decoder: Decoder) -> dict[str, float]:
     """Seconds of a step of the default variant, and of target passes by rows."""
     costs = decoder.costs
@@ -123,8 +117,6 @@ def costs_of(decoder: Decoder) -> dict[str, float]:
 
 def write_parquet(path: Path, results: Results) -> None:
     """The rows as a table, the texts with them; nested figures as JSON."""
-    import json
-
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -140,8 +132,6 @@ def write_parquet(path: Path, results: Results) -> None:
 
 def write_ablations(path: Path, results: Results) -> Path:
     """One table: each controller whole, then without one of its parts."""
-    from draftsmith.data.io import write_text
-
     rows = []
     for policy, parts in ABLATIONS.items():
         parts_of = correct({name: found for name in parts.values()

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import numpy as np
+from draftsmith.distill.variants import EXIT_ALPHA
 
 from .protocol import PLAIN
 from .results import Results, predicted_speedup
@@ -17,7 +18,6 @@ COLOURS = {"ar": "#8c8c8c", "dsd": "#c98b2b", "mtv": "#b2568f", "paper": "#3a8f6
            "transformers": "#a8a8a8", "transformers-assisted": "#c0a0a0", "transformers-lookup": "#a0b0c0"}
 MORE = ("#7a68c9", "#5ba3a3", "#b0652d", "#6b8e3a", "#c94f5b")
 PART_COLOURS = ("#3274c8", "#c98b2b", "#3a8f6d", "#b2568f", "#7a68c9", "#5ba3a3", "#8c8c8c")
-BUCKET_OF_EXIT = 0.6
 
 
 def colour(name: str, methods: list[str]) -> str:
@@ -125,7 +125,7 @@ def one_generation(results: Results, method: str, alphas: list[float], plt: Any)
     upper.step(at, [alphas[x[3]] if x[3] >= 0 else np.nan for x in rounds], where="post",
                color=colour(method, results.methods))
     upper.set(ylabel="alpha", ylim=(0.45, 1.6))
-    upper.axhline(0.7, color=INK, linewidth=0.6, linestyle=":")
+    upper.axhline(EXIT_ALPHA, color=INK, linewidth=0.6, linestyle=":")
     lower.bar(at, [x[1] for x in rounds], width=0.8, color="#b9b9b9", label="drafted")
     lower.bar(at, [x[2] for x in rounds], width=0.8, color=colour(method, results.methods), label="kept")
     lower.set(xlabel=f"token of the answer to {row['item']}", ylabel="tokens")

@@ -13,9 +13,9 @@ from draftsmith.distill.variants import Variant
 
 from ..decoder import Decoder
 from ..export import stock_model
+from ..flops import layer_weights_of
 from ..policies import Policy, Round, make_policy
 from ..sampling import SamplingParams
-from ..stack import head_shape
 from ..stats import Stats
 from ..target import load_target
 
@@ -161,26 +161,20 @@ class Work:
     draft: float
 
 
-def layer_weights(config: Any, intermediate: int | None = None) -> float:
-    """Weights of one layer, of a configuration of the Llama kind; others are counted as if they were."""
-    (heads, shared, size), hidden = head_shape(config), config.hidden_size
-    neurons = intermediate or getattr(config, "intermediate_size", None) or 4 * hidden
-    return float(2 * hidden * size * (heads + shared) + 3 * hidden * neurons)
-
-
 def work_of(decoder: Decoder, stats: Stats) -> Work:
     """FLOPs of target and draft, from the positions that each computed."""
     config = decoder.target.config
     rows = stats.steps + stats.verified
     head = float(config.vocab_size * config.hidden_size)
-    target = 2 * (layer_weights(config) * config.num_hidden_layers * (stats.prompt_tokens + rows) + head * (1 + rows))
+    layers = layer_weights_of(config) * config.num_hidden_layers
+    target = 2 * (layers * (stats.prompt_tokens + rows) + head * (1 + rows))
     shape, small = decoder.draft.shape if decoder.draft else None, getattr(decoder.draft, "config", None)
     if shape is None or small is None:
         return Work(target, 0.0)
-    draft = float(layer_weights(small, shape.width(shape.variants()[-1])) * (shape.layers - shape.exit)
+    draft = float(layer_weights_of(small, shape.width(shape.variants()[-1])) * (shape.layers - shape.exit)
                   * stats.draft_lag)
     for name, positions in stats.draft_rows.items():
         variant: Variant = shape.find(name)
-        draft += layer_weights(small, shape.width(variant)) * variant.depth * positions
+        draft += layer_weights_of(small, shape.width(variant)) * variant.depth * positions
         draft += float(shape.head * small.hidden_size) * stats.draft_heads[name]
     return Work(target, 2 * draft)

@@ -7,6 +7,7 @@ missing from the journal is measured; nothing that is there is measured again.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from draftsmith.data.io import sha256_json
 
 from ..decoder import Decoder
 from ..identity import Divergence, compare
-from ..meter import PerplexityMeter, log_probs_at
+from ..meter import PerplexityMeter, log_probs_at, log_probs_in_head
 from ..sampling import GumbelNoise, SamplingParams
 from ..validate import paired_ratio, rotated
 from .energy import Energy
@@ -256,17 +257,13 @@ class Comparison:
         rows = {token: row for row, token in enumerate(cache.head_ids.tolist())}
         small = draft.forward(torch.tensor([ids], device=device), cache, draft.shape.variants()[-1], n)
         meter = PerplexityMeter()
-        where = [rows.get(t, -1) for t in answers[0]]
         meter.target = dict(enumerate(log_probs_at(logits[0], answers[0])))
-        known = log_probs_at(small, [max(r, 0) for r in where])
-        meter.draft = {i: v if r >= 0 else float("-inf") for i, (v, r) in enumerate(zip(known, where, strict=True))}
+        meter.draft = dict(enumerate(log_probs_in_head(small, rows, answers[0])))
         return meter.ratio()
 
 
 def hash_of(text: str) -> int:
     """A number of a text, the same in every process."""
-    import zlib
-
     return zlib.crc32(text.encode())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -107,7 +107,7 @@ class Verdict:
 
     sentence: str
     differs: bool
-    better: bool = field(default=False)
+    better: bool = False
 
 
 def faster(name: str, other: str, found: Paired) -> Verdict:

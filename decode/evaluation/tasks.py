@@ -75,7 +75,6 @@ class Task:
     max_tokens: int = 128
     stop: tuple[str, ...] = ()
     hub: str | None = None
-    about: str = ""
     needs: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -218,20 +217,20 @@ def unscored(item: Item, answer: str) -> None:
 
 TASKS = {task.name: task for task in (
     Task("gsm8k", gsm8k, lambda item, answer: scoring.exact_number(answer, item.reference), "exact match", 256,
-         ("\n\nQuestion:", "\nQuestion:"), "openai/gsm8k:main", "grade-school maths, 5-shot"),
+         ("\n\nQuestion:", "\nQuestion:"), "openai/gsm8k:main"),
     Task("humaneval", humaneval, score_code, "pass@1", 256,
          ("\nclass ", "\ndef ", "\n#", "\n@", "\nprint", "\nif ", "\n```", "\nassert "),
-         "openai/openai_humaneval", "Python functions, 0-shot"),
+         "openai/openai_humaneval"),
     Task("cnndm", cnndm, lambda item, answer: scoring.rouge_l(answer, item.reference), "ROUGE-L", 128, (),
-         "abisee/cnn_dailymail:3.0.0", "news summaries", ("rouge_score",)),
-    Task("mt-bench", mt_bench, unscored, "", 128, (), "HuggingFaceH4/mt_bench_prompts", "chat of two turns"),
-    Task("sql", text_to_sql, score_sql, "execution match", 128, (), None, "Spider's questions with their schema"),
+         "abisee/cnn_dailymail:3.0.0", ("rouge_score",)),
+    Task("mt-bench", mt_bench, unscored, "", 128, (), "HuggingFaceH4/mt_bench_prompts"),
+    Task("sql", text_to_sql, score_sql, "execution match", 128, (), None),
     Task("json", json_extraction, lambda item, answer: scoring.valid_json(answer, item.reference), "valid JSON", 128,
-         (), None, "extraction by JSON schema", ("jsonschema",)),
+         (), None, ("jsonschema",)),
     Task("kpi", kpi, lambda item, answer: scoring.numbers_kept(answer, item.reference), "numbers kept", 128, (),
-         None, "summaries of a table of figures"),
-    Task("spec-bench", spec_bench, unscored, "", 128, (), None, "Spec-Bench's six categories"),
-    Task("prompts", any_prompts, unscored, "", 128, (), None, "any file of prompts"),
+         None),
+    Task("spec-bench", spec_bench, unscored, "", 128, (), None),
+    Task("prompts", any_prompts, unscored, "", 128, (), None),
 )}
 
 

@@ -118,7 +118,7 @@ def main() -> None:
     for name, row in lengths.items():
         print(f"{name}: {row['rate']:.2f} x fixed({LENGTHS[0]}), acceptance {row['acceptance']:.3f}, "
               f"{row['tokens_per_step']:.2f} tokens a step (n = {len(others)})", flush=True)
-    outside: dict[str, Reference] = {name: run for name, run in references(sys.argv[1], decoder).items()
+    outside: dict[str, Reference] = {name: run for name, run in references(decoder).items()
                                      if name == "transformers generate" or "assisted" in name}
     table = run_references(decoder, outside, prompts, [OURS, "ar", fixed], TOKENS,
                            lambda p: tqdm(p, desc="speed", unit="prompt"))
