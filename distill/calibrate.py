@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from draftsmith.data import DraftsmithError
 from draftsmith.data.traces import Traces
 
 from .gate import expected_tokens
@@ -68,10 +67,11 @@ def decisions(traces: Traces, variant: str, k: int) -> tuple[np.ndarray, np.ndar
     """Of the decisions in prompts that a variant decoded: the confidence, and the seconds a token of k drafted tokens
     a round; and the seconds of a token without any."""
     number, (step, verify) = traces.meta["variants"].index(variant), round_costs(traces, variant, k)
-    # Decisions of prompts that this variant decoded: the confidence is of the draft that was running.
+    # Decisions of prompts that this variant decoded: the confidence is of the draft that was running. In few prompts
+    # there may be none; then the confidences of the others stand in.
     mine = traces.variant_N == number
     if not mine.any():
-        raise DraftsmithError(f"the traces have no prompt decoded by {variant}: raise trace.prompts")
+        mine = np.ones_like(mine)
     speculating = (k * step + verify[k]) / expected_tokens(traces.acceptance_NAH[mine], k)[:, number]
     return traces.confidence_N[mine], speculating, float(verify[0])
 
