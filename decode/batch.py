@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,16 +18,58 @@ PREFILL_ROWS = 2048  # tokens of prompts read in one pass
 PREFILL_SPREAD = 32  # by which their lengths may differ: the padding is computed for nothing
 
 
-@dataclass
 class Answer:
-    """One answer in progress: `ids` with a teacher row for the position before each of them."""
+    """One answer in progress: `ids` with a teacher row (`top_ids`, `top_logp` [length, k], `tail` [length]) for the
+    position before each of them."""
 
-    job: int
-    index: int
-    ids: list[int] = field(default_factory=list)
-    top_ids: list[np.ndarray] = field(default_factory=list)
-    top_logp: list[np.ndarray] = field(default_factory=list)
-    tail: list[float] = field(default_factory=list)
+    def __init__(self, job: int, index: int, ids_T: np.ndarray, top_ids_TK: np.ndarray, top_logp_TK: np.ndarray,
+                 tail_T: np.ndarray) -> None:
+        """Arrays that hold as many tokens as it may have."""
+        self.job, self.index, self.length = job, index, 0
+        self._ids_T, self._top_ids_TK, self._top_logp_TK, self._tail_T = ids_T, top_ids_TK, top_logp_TK, tail_T
+
+    def add(self, token: int) -> None:
+        self._ids_T[self.length] = token
+        self.length += 1
+
+    def set_row(self, top_ids_K: np.ndarray, top_logp_K: np.ndarray, tail: float) -> None:
+        """The teacher row of the token to come."""
+        at = self.length
+        self._top_ids_TK[at], self._top_logp_TK[at], self._tail_T[at] = top_ids_K, top_logp_K, tail
+
+    @property
+    def last(self) -> int:
+        return int(self._ids_T[self.length - 1])
+
+    @property
+    def ids(self) -> list[int]:
+        found: list[int] = self._ids_T[: self.length].tolist()
+        return found
+
+    @property
+    def top_ids(self) -> np.ndarray:
+        return self._top_ids_TK[: self.length]
+
+    @property
+    def top_logp(self) -> np.ndarray:
+        return self._top_logp_TK[: self.length]
+
+    @property
+    def tail(self) -> np.ndarray:
+        return self._tail_T[: self.length]
+
+
+class Sheets:
+    """Room for all answers, taken at once: what is kept for long must not lie between what every pass allocates and
+    frees, or each pass leaves a hole that the next does not fit into. (Gigabytes, with a vocabulary of 49k.)"""
+
+    def __init__(self, answers: int, max_tokens: int, k: int) -> None:
+        shape = (answers, max_tokens)
+        self.arrays = (np.empty(shape, np.int64), np.empty((*shape, k), np.int32), np.empty((*shape, k), np.float32),
+                       np.empty(shape, np.float32))
+
+    def answer(self, number: int, job: int, index: int) -> Answer:
+        return Answer(job, index, *(array[number] for array in self.arrays))
 
 
 def uniform(seed: int, job: int, index: int, position: int) -> float:
@@ -76,18 +118,16 @@ class _Sampler:
         if k:
             top_ids, top_logp, tail = (x.cpu().numpy() for x in teacher_rows(logits_RV, k, self.teacher_temperature))
         for r, answer in enumerate(rows):
-            answer.ids.append(self._draw(logits_RV[r], answer))
             if k:
-                answer.top_ids.append(top_ids[r])
-                answer.top_logp.append(top_logp[r])
-                answer.tail.append(float(tail[r]))
+                answer.set_row(top_ids[r], top_logp[r], tail[r])
+            answer.add(self._draw(logits_RV[r], answer))
 
     def _draw(self, logits_V: torch.Tensor, answer: Answer) -> int:
         p = self.params[answer.index % len(self.params)]
         if p.greedy:
             return int(logits_V.argmax())
         cdf = process(logits_V[None], p)[0].double().cumsum(0)
-        u = uniform(self.seed, self.numbers[answer.job], answer.index, len(answer.ids)) * float(cdf[-1])
+        u = uniform(self.seed, self.numbers[answer.job], answer.index, answer.length) * float(cdf[-1])
         return min(int(torch.searchsorted(cdf, u, right=True)), len(cdf) - 1)
 
 
@@ -101,6 +141,7 @@ class _Batch:
         self.cache = runner.new_cache(slots, capacity)
         self.active: list[Answer | None] = [None] * slots
         self.held: list[list[int]] = [[] for _ in range(slots)]  # the tokens of a prompt that lie in each slot
+        self.started, self.sheets = 0, Sheets(len(todo), max_tokens, min(sampler.teacher_k, runner.vocab_size))
 
     @torch.no_grad()
     def run(self) -> Iterator[Answer]:
@@ -112,7 +153,7 @@ class _Batch:
                 if self.active[s] is None:
                     self.cache.crop(0, s)
                     self.held[s] = []
-            ids = torch.tensor([[a.ids[-1] if a else 0] for a in self.active], device=self.runner.device)
+            ids = torch.tensor([[a.last if a else 0] for a in self.active], device=self.runner.device)
             _, logits = self.runner.forward(ids, self.cache)
             rows = [s for s in slots if self.active[s] is not None]
             self.sampler.take(logits[rows, 0], [a for a in self.active if a is not None])
@@ -122,7 +163,7 @@ class _Batch:
     def finished(self) -> Iterator[Answer]:
         """Give up the answers that are complete."""
         for s, answer in enumerate(self.active):
-            if answer and (answer.ids[-1] in self.eos_ids or len(answer.ids) >= self.max_tokens):
+            if answer and (answer.last in self.eos_ids or answer.length >= self.max_tokens):
                 self.active[s] = None
                 yield answer
 
@@ -151,7 +192,8 @@ class _Batch:
                 self.cache.copy_prefix(source, slot, shared)
             self.cache.crop(shared, slot)
             self.held[slot] = prompt[:shared]
-            placed[slot] = Answer(job, index)
+            placed[slot] = self.sheets.answer(self.started, job, index)
+            self.started += 1
         return placed
 
     def _longest(self, prompt: list[int]) -> tuple[int, int]:

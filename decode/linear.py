@@ -14,6 +14,9 @@ from .device import has_bf16_units
 # Rows that the packed layout is tuned for. The time of a pass of 1 to 17 rows does not depend on it as long
 # as it is not 1, which costs up to half as much again; larger passes want it large.
 PACK_ROWS = 64
+# oneDNN compiles a product for every number of rows and keeps what it compiled, megabytes each: of more than
+# PACK_ROWS only multiples of it up to this many are asked for.
+MOST_ROWS = 512
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -132,8 +135,18 @@ class PackedLinear(Linear):
         self.product = torch.ops.mkldnn._linear_pointwise.default  # looked up once: half of a small call's overhead
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() > PACK_ROWS * self.in_features:
+            return self._many(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
         y: torch.Tensor = self.product(x, self.packed, self.bias, "none", [], "")
         return y
+
+    def _many(self, rows_RI: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for part_RI in rows_RI.split(MOST_ROWS):
+            n = len(part_RI)
+            padded = F.pad(part_RI, (0, 0, 0, -n % PACK_ROWS)) if n > PACK_ROWS else part_RI
+            parts.append(self.product(padded, self.packed, self.bias, "none", [], "")[:n])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Int8Linear(Linear):

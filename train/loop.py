@@ -81,6 +81,18 @@ def ensure_distributed() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed(dist_backend=None if torch.cuda.is_available() else "gloo", verbose=False)
+    _forget_shared_memory()
+
+
+def _forget_shared_memory(folder: Path = Path("/dev/shm")) -> None:
+    """Take the names of DeepSpeed's shared buffers away once every rank has them open: the memory then goes with the
+    ranks, however they end. DeepSpeed leaves 70 MB a rank behind."""
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        return
+    torch.distributed.barrier()
+    own = f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_*"
+    for path in folder.glob(own) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else ():
+        path.unlink(missing_ok=True)
 
 
 def learning_rate(settings: Settings, step: int) -> float:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -132,3 +136,37 @@ def test_what_prompts_share_is_read_once_and_changes_nothing(
     # Each schema whole once, the question without one, and of all others what is their own.
     whole = [n for n in reads if n > 30]
     assert len(whole) == 2
+
+
+MEMORY = """
+import torch
+from conftest import make_target_model
+from draftsmith.decode.batch import write_answers
+from draftsmith.decode.device import Engine
+from draftsmith.decode.runner import LeanRunner
+from draftsmith.decode.target import Target
+
+def resident():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
+
+model = make_target_model(vocab_size=40000, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                          num_attention_heads=1, num_key_value_heads=1, eos_token_id=None)
+runner = LeanRunner(Target("t", model, None, Engine(torch.device("cpu"), torch.float32)))
+kept = []
+for answer in write_answers(runner, [[5, 6, 7 + i] for i in range(48)], 1, [0.0], 24, frozenset(), 16, 0, 8, 0.5):
+    kept.append(answer)
+    if len(kept) == 16:
+        before = resident()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="resident memory cannot be read here")
+def test_answers_do_not_leave_holes_in_the_heap() -> None:
+    """Kept rows that lay between the logits of one pass and of the next made memory grow by a pass's logits each
+    time: 120 MB here."""
+    tests = str(Path(__file__).resolve().parents[1])
+    done = subprocess.run([sys.executable, "-c", MEMORY], env={**os.environ, "PYTHONPATH": tests}, check=True,
+                          capture_output=True, text=True)
+    assert float(done.stdout) < 40

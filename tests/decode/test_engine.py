@@ -17,7 +17,16 @@ from draftsmith.decode.bundle import load_bundle
 from draftsmith.decode.costs import PROBE_CONTEXT, Costs, cost_key, measure_costs
 from draftsmith.decode.device import Engine, choose_engine
 from draftsmith.decode.draft import DraftRunner
-from draftsmith.decode.linear import BlockedLinear, Int8Linear, PlainLinear, can_quantise, make_linear, swap_linears
+from draftsmith.decode.linear import (
+    BlockedLinear,
+    Int8Linear,
+    PackedLinear,
+    PlainLinear,
+    can_pack,
+    can_quantise,
+    make_linear,
+    swap_linears,
+)
 from draftsmith.decode.runner import LeanRunner, load_runner
 from draftsmith.decode.target import Target, load_target
 from draftsmith.distill.variants import Variant
@@ -89,6 +98,25 @@ def test_a_product_in_blocks_is_the_plain_product(rows: int, outputs: int, bias:
     torch.testing.assert_close(layer(x), expected)
     torch.testing.assert_close(layer(x[None]), expected[None])
     torch.testing.assert_close(layer.add_to(residual, x), residual + expected)
+
+
+@pytest.mark.skipif(not can_pack(torch.zeros(1, 1)), reason="no packed products in this build")
+def test_packed_products_are_asked_for_in_few_sizes() -> None:
+    """oneDNN keeps what it compiles for every number of rows: prompts of a thousand lengths would fill the memory."""
+    torch.manual_seed(0)
+    weight, asked = torch.randn(32, 16), set[int]()
+    layer = PackedLinear(weight)
+    product = layer.product
+
+    def counted(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        asked.add(len(x))
+        return product(x, *rest)
+
+    layer.product = counted
+    for rows in (65, 500, 512, 513, 577, *range(600, 3000, 17)):
+        x = torch.randn(1, rows, 16)
+        torch.testing.assert_close(layer(x), x @ weight.T, rtol=1e-4, atol=1e-4)
+    assert {n for n in asked if n > 64} <= set(range(128, 513, 64))
 
 
 def test_swapping_reaches_gpt2s_transposed_layers() -> None:
