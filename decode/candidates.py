@@ -60,6 +60,10 @@ class Draft:
     def name(self) -> str:
         return self.variant.name if self.variant else self.source
 
+    def thrown_away(self, kept: int) -> list[int]:
+        """What was drafted in a row after the first `kept` tokens: of the chain, or of a lookup's path."""
+        return (self.tokens or self.nodes)[kept:]
+
     def children(self) -> dict[int, dict[int, int]]:
         """Node -> token -> the child node with it; of equal siblings the first."""
         found: dict[int, dict[int, int]] = {}

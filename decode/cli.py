@@ -60,6 +60,28 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--linears", action="store_true", help="time the target's products by kind instead")
     bench.add_argument("--json", help="also write the figures to this file")
     bench.set_defaults(run=run_bench)
+
+    serve = commands.add_parser("serve", help="an OpenAI-compatible server with a playground", parents=[shared])
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    serve.add_argument("--name", help="what clients call the model (default: the target's name)")
+    serve.add_argument("--policy", help="of requests that name none (default: the bundle's)")
+    serve.add_argument("--api-key", help="clients must send it (default: DRAFTSMITH_API_KEY, or none)")
+    serve.add_argument("--slots", type=int, default=4, help="answers written at a time")
+    serve.add_argument("--queue", type=int, default=64, help="answers that may wait; beyond, clients get 429")
+    serve.add_argument("--context", type=int, help="tokens of prompt and answer (default: the target's, at most 4096)")
+    serve.add_argument("--max-body", type=float, default=4.0, metavar="MIB", help="largest request that is read")
+    serve.add_argument("--allow-origin", action="append", default=[], metavar="URL",
+                       help="web page of another host that may call (repeatable)")
+    serve.set_defaults(run=run_serve)
+
+    doctor = commands.add_parser("doctor", help="whether a draft fits a target, and from which acceptance it pays")
+    doctor.add_argument("target", help="target folder or hub name")
+    doctor.add_argument("draft", help="draft folder or hub name, or a bundle folder")
+    doctor.add_argument("--measure", action="store_true", help="load both and time them, instead of estimating")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument("--trust-remote-code", action="store_true", help="let a model's folder run its own code")
+    doctor.set_defaults(run=run_doctor)
     return parser
 
 
@@ -131,6 +153,21 @@ def run_bench(args: argparse.Namespace) -> None:
     print(text)
     if args.json:
         write_json(args.json, figures)
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    try:
+        from .serving.run import Address, serve
+    except ImportError as error:
+        raise DraftsmithError(f"the server needs its packages: pip install 'draftsmith[serve]' ({error})") from error
+    with Address(args.host, args.port) as address:  # taken before the model is loaded
+        serve(load(args, quiet=False), address, args)
+
+
+def run_doctor(args: argparse.Namespace) -> None:
+    from . import doctor
+
+    doctor.run_doctor(args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

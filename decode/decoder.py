@@ -15,7 +15,7 @@ from draftsmith.data.chat import chat_ids
 from .bundle import Bundle, check_compatible, load_bundle, update_manifest
 from .costs import Costs, cost_key, measure_costs, refresh_costs
 from .draft import DraftRunner
-from .loop import Generation
+from .loop import Generation, check_request
 from .memory import check_memory, expected, usual_context
 from .policies import Policy, PolicyContext, make_policy
 from .runner import DraftModel, Runner, load_runner
@@ -218,6 +218,10 @@ class Decoder:
                               self._noise(params, choice), self.eos_ids, self.costs, cache=cache, slot=slot)
 
         return Request(start, group)
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise `DraftsmithError` for a request that could not be answered, before it is made."""
+        check_request(prompt, params, self.runner)
 
     def _policy(self, policy: str | Policy | None) -> Policy:
         return make_policy(policy, self.context) if policy is None or isinstance(policy, str) else policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,21 @@ FEATURE_TOKENS = 8
 RULES = {"block": block, "token": token_level}
 
 
+def check_request(prompt: Sequence[int], params: SamplingParams, target: Runner) -> None:
+    """Raise `DraftsmithError` for a prompt that does not fit the target, or for options that name tokens it does not
+    have."""
+    if not prompt:
+        raise DraftsmithError("the prompt is empty: there is no token to continue from")
+    if len(prompt) + 1 > target.context:
+        raise DraftsmithError(f"the prompt has {len(prompt)} tokens, but the target's context is {target.context}; "
+                              "shorten it")
+    outside = f"outside the target's vocabulary of {target.vocab_size}"
+    if bad := [i for i in params.stop_token_ids if not 0 <= i < target.vocab_size]:
+        raise DraftsmithError(f"stop token id {bad[0]} is {outside}")
+    if bad := [i for i in params.logit_bias if not 0 <= i < target.vocab_size]:
+        raise DraftsmithError(f"logit_bias names token id {bad[0]}, {outside}")
+
+
 class Generation:
     """One request: `prefill()` emits the first token, each `round()` at least one more.
 
@@ -39,21 +54,12 @@ class Generation:
                  rule: str = "block", cache: Any = None, slot: int = 0) -> None:
         """`rule`: "block" or "token", how sampled chains are verified; both leave the target's distribution.
         `cache`: one of several requests, of which this one has `slot`."""
-        if not prompt:
-            raise DraftsmithError("the prompt is empty: there is no token to continue from")
-        if len(prompt) + 1 > target.context:
-            raise DraftsmithError(f"the prompt has {len(prompt)} tokens, but the target's context is "
-                                  f"{target.context}; shorten it")
+        check_request(prompt, params, target)
         self.params, self.policy, self.target, self.noise, self.costs = params, policy, target, noise, costs
         self.rule = RULES[rule]
         self.tokens, self.prompt_length = list(prompt), len(prompt)
-        if bad := [i for i in params.stop_token_ids if not 0 <= i < target.vocab_size]:
-            raise DraftsmithError(f"stop token id {bad[0]} is outside the target's vocabulary of {target.vocab_size}")
         self.max_tokens = min(params.max_tokens, target.context - len(prompt))
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
-        if bad := [i for i in params.logit_bias if not 0 <= i < target.vocab_size]:
-            raise DraftsmithError(f"logit_bias names token id {bad[0]}, outside the target's vocabulary of "
-                                  f"{target.vocab_size}")
         self.dead_ends: dict[int, int] = {}  # rows where the processors leave nothing possible, and their positions
         self.draft_seconds = 0.0
         self.processors = Processors(params, prompt, self.stop_ids, target.vocab_size)
@@ -69,6 +75,7 @@ class Generation:
         self.meter = PerplexityMeter()
         self.stats = Stats(prompt_tokens=len(prompt), parts=self.laps.seconds)
         self.last_hidden: torch.Tensor | None = None
+        self.last_round: Round | None = None  # None until the first is finished
 
     @property
     def emitted(self) -> int:
@@ -155,7 +162,7 @@ class Generation:
         self._rollback(position, verdict)
         laps.lap("verification")
 
-        finished = self._round(draft, verdict, p_RV, target_seconds, batch)
+        self.last_round = finished = self._round(draft, verdict, p_RV, target_seconds, batch)
         self.policy.observe(finished)
         laps.lap("policy")
         return emitted
@@ -251,6 +258,8 @@ class Generation:
         emitted = [Token(nodes[node], "accepted", p_at[i], draft.q_at[node] if node < len(draft.tokens) else 1.0,
                          draft.name) for i, node in enumerate(verdict.path)]
         emitted.append(Token(verdict.token, verdict.source, p_at[-1]))
+        kept = verdict.accepted if draft.tokens else len(verdict.path)
+        emitted[kept].replaced = draft.thrown_away(kept)
         if self.params.logprobs is not None:
             self._report(emitted, logits_RV)
         if self._metered:

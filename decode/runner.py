@@ -43,6 +43,7 @@ class Runner(Protocol):
     max_batch: int | None  # None: any
     trees: bool  # whether forward() takes a tree
     cheap_trees: bool  # and at the price of a chain of as many tokens
+    narrow: bool  # whether a pass over some slots of a cache costs less than over all
     device: torch.device
     precision: str
     weight_bytes: int  # that a pass of one row reads
@@ -134,7 +135,7 @@ class LeanRunner:
         self.vocab_size, self.context = len(target.head), int(self.config.max_position_embeddings)
         self.device, self.precision = self.engine.device, self.engine.precision
         self.weight_bytes, self.pool = pass_bytes(target), Pool()
-        self.cheap_trees = not self.engine.graphs  # graphs are of chains
+        self.cheap_trees = self.narrow = not self.engine.graphs  # graphs are of chains, over whole caches
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         layers, capacity = len(self.stack.layers), min(capacity, self.context)
@@ -218,7 +219,7 @@ class ModuleRunner:
     """Any other Hugging Face causal LM, one request at a time, its linear layers swapped for faster ones."""
 
     max_batch: int | None = 1
-    trees = cheap_trees = False
+    trees = cheap_trees = narrow = False
 
     def __init__(self, target: Target) -> None:
         self.model, self.config = target.model, target.config

@@ -13,6 +13,8 @@ from draftsmith.data import DraftsmithError
 
 from .processors import LogitsProcessor
 
+LEAST_TEMPERATURE = 1e-3  # below it the quotient could leave the range of float32
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -55,15 +57,16 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", bias)
         checks = [
             (self.max_tokens >= 0, f"max_tokens must be 0 or more, not {self.max_tokens}"),
-            (0.0 <= self.temperature < float("inf"), f"temperature must be 0 or more, not {self.temperature}"),
+            (self.temperature == 0.0 or LEAST_TEMPERATURE <= self.temperature < float("inf"),
+             f"temperature must be 0 (greedy), or {LEAST_TEMPERATURE} or more, not {self.temperature}"),
             (0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], not {self.top_p}"),
             (self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}"),
             (self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}"),
             (self.n >= 1, f"n must be 1 or more, not {self.n}"),
             (all(self.stop), "stop strings must not be empty"),
             (0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], not {self.min_p}"),
-            (0.0 < self.repetition_penalty < float("inf"),
-             f"repetition_penalty must be above 0, not {self.repetition_penalty}"),
+            (0.01 <= self.repetition_penalty <= 100.0,
+             f"repetition_penalty must be in [0.01, 100], not {self.repetition_penalty}"),
             (-2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], not {self.presence_penalty}"),
             (-2.0 <= self.frequency_penalty <= 2.0,
              f"frequency_penalty must be in [-2, 2], not {self.frequency_penalty}"),

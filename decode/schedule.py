@@ -155,12 +155,12 @@ class Batch:
     def _round(self, active: list[tuple[int, Request]], news: list[News]) -> None:
         """One pass for the drafts of all."""
         assert self.cache is not None
-        cache, drafts = self.cache, {}
+        cache, drafts, where = self.cache, {}, self._span([slot for slot, _ in active])
         room = min((cache.capacity - len(r.answer.generation.tokens) for _, r in active if r.answer), default=0)
         for slot, request in active:
             assert request.answer is not None
             try:
-                drafts[slot] = request.answer.generation.propose(len(self.slots), room)
+                drafts[slot] = request.answer.generation.propose(len(where), room)
             except Exception as error:
                 request.error = error
                 news.append((request, None))
@@ -169,7 +169,7 @@ class Batch:
             return
         started = time.perf_counter()
         try:
-            hidden, logits = self._pass(active, drafts)
+            hidden, logits = self._pass(active, drafts, where)
             synchronise(self.runner.device)
         except Exception as error:  # of memory, say: the requests of this pass end, those that wait go on
             for _, request in active:
@@ -178,26 +178,35 @@ class Batch:
             return
         seconds = time.perf_counter() - started
         for slot, request in active:
-            rows = len(drafts[slot].nodes) + 1
+            row, n = slot - where.start, len(drafts[slot].nodes) + 1
             assert request.answer is not None
-            self._try(request, news, partial(request.answer.generation.finish, drafts[slot], hidden[slot, :rows],
-                                             logits[slot, :rows], len(self.slots), seconds))
+            self._try(request, news, partial(request.answer.generation.finish, drafts[slot], hidden[row, :n],
+                                             logits[row, :n], len(where), seconds))
 
-    def _pass(self, active: list[tuple[int, Request]], drafts: dict[int, Draft]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's rows [slots, N, ...]; rows past a request's own are of padding, which nothing sees."""
+    def _span(self, taken: list[int]) -> range:
+        """The slots that a pass runs over: those from the first to the last that are taken, where that is cheaper
+        than all."""
+        if not (self.runner.narrow and taken):
+            return range(len(self.slots))
+        return range(min(taken), max(taken) + 1)
+
+    def _pass(self, active: list[tuple[int, Request]], drafts: dict[int, Draft],
+              where: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's rows [len(where), N, ...]; rows past a request's own are of padding, which nothing sees."""
         assert self.cache is not None
         n = 1 + max(len(draft.nodes) for draft in drafts.values())
-        ids, parents = [[0] * n for _ in self.slots], [list(range(-1, n - 1)) for _ in self.slots]
-        for slot in set(range(len(self.slots))) - drafts.keys():
+        ids, parents = [[0] * n for _ in where], [list(range(-1, n - 1)) for _ in where]
+        for slot in set(where) - drafts.keys():
             self.cache.crop(0, slot)  # an idle slot runs along at its start
         for slot, request in active:
             assert request.answer is not None
-            generation, draft = request.answer.generation, drafts[slot]
+            generation, draft, row = request.answer.generation, drafts[slot], slot - where.start
             rows = generation.pass_ids(draft)
-            ids[slot][: len(rows)] = rows
-            parents[slot][: len(rows)] = generation.pass_parents(draft)
+            ids[row][: len(rows)] = rows
+            parents[row][: len(rows)] = generation.pass_parents(draft)
         device, tree = self.runner.device, None
         if not all(draft.is_chain for draft in drafts.values()):
             trees = [Tree.of(p, device) for p in parents]
             tree = Tree(torch.cat([t.depth_BN for t in trees]), torch.cat([t.sees_BNN for t in trees]))
-        return self.runner.forward(torch.tensor(ids, device=device), self.cache, tree=tree)
+        slots = None if len(where) == len(self.slots) else where
+        return self.runner.forward(torch.tensor(ids, device=device), self.cache, slots=slots, tree=tree)

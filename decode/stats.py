@@ -20,6 +20,7 @@ class Token:
     variant: str | None = None
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
+    replaced: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -63,11 +63,7 @@ class Target:
 
     def _describe(self, name: str, config: Any, tokenizer: Any, engine: Engine, defaults: Any) -> None:
         self.name, self.config, self.tokenizer, self.engine = name, config, tokenizer, engine
-        ids: set[int] = set()
-        for source in (defaults, config, tokenizer):
-            value = getattr(source, "eos_token_id", None)
-            ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-        self.eos_ids = frozenset(ids)
+        self.eos_ids = eos_ids_of(defaults, config, tokenizer)
 
     @property
     def model(self) -> Any:
@@ -106,6 +102,15 @@ class Target:
     def fingerprint(self) -> dict[str, Any]:
         """What a bundle or a cache must match: tokenizer content, vocabulary size and configuration."""
         return fingerprint(self.config, self.tokenizer)
+
+
+def eos_ids_of(*sources: Any) -> frozenset[int]:
+    """Every end-of-sequence id that configurations and tokenizers state."""
+    ids: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return frozenset(ids)
 
 
 def fingerprint(config: Any, tokenizer: Any) -> dict[str, Any]:
@@ -152,25 +157,25 @@ def _convert_gguf(name: str, folder: Path) -> None:
         tokenizer.save_pretrained(aside)
 
 
-def load_description(name: str, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """The target's configuration and tokenizer, without its weights."""
+def load_description(name: str, trust_remote_code: bool = False, role: str = "target") -> tuple[Any, Any]:
+    """A model's configuration and tokenizer, without its weights. `role`: what messages call it."""
     from transformers import AutoConfig, AutoTokenizer
 
-    folder = _existing(name)
-    with _quiet(name):
+    folder = _existing(name, role)
+    with quiet(name, role):
         return (AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code),
                 AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))
 
 
-def _existing(name: str) -> str:
+def _existing(name: str, role: str = "target") -> str:
     folder = resolve(name)
     if not Path(folder).is_dir() and (folder.startswith((".", "/", "~")) or folder.count("/") > 1):
-        raise DraftsmithError(f"target '{name}': no such folder")
+        raise DraftsmithError(f"{role} '{name}': no such folder")
     return folder
 
 
 @contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
+def quiet(name: str, role: str = "target") -> Iterator[None]:
     """Load without the library's progress bars, and with its many kinds of errors made one."""
     from transformers.utils import logging as hf_logging
 
@@ -181,7 +186,7 @@ def _quiet(name: str) -> Iterator[None]:
         yield
     except Exception as error:  # the loaders raise a dozen unrelated types; all mean "cannot load this"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DraftsmithError(f"target '{name}' cannot be loaded: {reason}") from error
+        raise DraftsmithError(f"{role} '{name}' cannot be loaded: {reason}") from error
     finally:
         if bar:
             hf_logging.enable_progress_bar()
@@ -201,7 +206,7 @@ def load_target(name: str, dtype: torch.dtype | None = None, device: str | None 
     own_code = trust_remote_code and getattr(config, "auto_map", None)
     weights = None
     if is_lean(config) and not own_code and not getattr(config, "quantization_config", None):
-        with _quiet(name):
+        with quiet(name):
             weights = folder_weights(folder, engine.dtype, engine.device)
     if weights is not None:
         target = Target.lazy(name, folder, config, tokenizer, engine, weights)
@@ -214,7 +219,7 @@ def load_target(name: str, dtype: torch.dtype | None = None, device: str | None 
 def _load_module(name: str, folder: str, engine: Engine, trust_remote_code: bool = False) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with _quiet(name):
+    with quiet(name):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=engine.dtype, use_safetensors=True,
                                                      trust_remote_code=trust_remote_code)
     if getattr(model, "_is_stateful", False):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .loop import Generation
+from .policies import Round
 from .stats import Stats, Token
 from .text import TextStream
 
@@ -25,11 +26,12 @@ class GenerationOutput:
 @dataclass
 class Chunk:
     """A piece of a stream: the tokens of one round, each with the text that became final with it, and the
-    output so far. `done`: it is the last."""
+    output so far. `done`: it is the last. `round`: None for the token that follows the prompt."""
 
     pieces: list[tuple[Token, str]]
     output: GenerationOutput
     done: bool = True
+    round: Round | None = None
 
     @property
     def text(self) -> str:
@@ -73,4 +75,4 @@ class Transcript:
         if self.done:
             stats.policy = generation.policy.report()
             stats.check()
-        return Chunk(pieces, output, self.done)
+        return Chunk(pieces, output, self.done, generation.last_round)

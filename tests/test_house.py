@@ -56,6 +56,13 @@ BAD_INPUT = {
         "decode/test_bundle.py::test_the_decoder_refuses_a_permuted_vocabulary_and_names_the_token"
     ),
     "mistakes on the command line": "decode/test_cli.py::test_mistakes_get_one_clear_line",
+    "mistakes of a client": "decode/test_server.py::test_a_mistake_is_named",
+    "nonsense of a client": "decode/test_serverfaults.py::test_no_request_makes_the_server_fail",
+    "client that goes away": "decode/test_serverfaults.py::test_a_client_that_goes_away_frees_its_slot",
+    "pass that fails": (
+        "decode/test_serverfaults.py::test_a_failed_pass_ends_its_answers_and_says_nothing_of_the_insides"
+    ),
+    "draft of another kind of model": "decode/test_doctor.py::test_a_recurrent_model_does_not_work",
 }
 
 

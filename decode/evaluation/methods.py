@@ -12,7 +12,7 @@ from draftsmith.data import DraftsmithError
 from draftsmith.distill.variants import Variant
 
 from ..decoder import Decoder
-from ..export import stock_model
+from ..exports.stock import stock_model
 from ..flops import layer_weights_of
 from ..policies import Policy, Round, make_policy
 from ..sampling import SamplingParams
@@ -148,7 +148,7 @@ def outside(decoder: Decoder, names: list[str], trust_remote_code: bool = False)
         from ..bundle import load_bundle
 
         bundle = load_bundle(decoder.bundle.folder)  # the decoder took its tensors
-        draft = stock_model(bundle, target, bundle.shape.layers).to(target.model.device, dtype)
+        draft = stock_model(bundle, target, Variant(bundle.shape.layers)).to(target.model.device, dtype)
         options["transformers-assisted"] = {"assistant_model": draft}
     return {name: stock(target.model, target.tokenizer, target.eos_ids, **options[name]) for name in names}
 

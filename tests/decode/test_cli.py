@@ -68,7 +68,7 @@ def test_colour_changes_no_text(bundle_folder: Path, capsys: Capture) -> None:
         (("generate", "nowhere", "hi"), "nowhere: no such bundle folder"),
         (("generate", "{bundle}", ""), "the prompt is empty"),
         (("generate", "{bundle}", "hi", "--policy", "papr"), "did you mean 'paper'?"),
-        (("generate", "{bundle}", "hi", "--temperature", "-1"), "temperature must be 0 or more"),
+        (("generate", "{bundle}", "hi", "--temperature", "-1"), "temperature must be 0 (greedy), or"),
         (("generate", "{bundle}", "hi", "--min-p", "2"), "min_p must be in [0, 1]"),
         (("generate", "{bundle}", "hi", "--target", "./nowhere"), "no such folder"),
         (("generate", "{bundle}", "hi", "--precision", "int4"), "precision 'int4' is not one of"),

@@ -150,7 +150,7 @@ def test_a_grammar_without_a_way_on_is_a_clear_error(decoder: Decoder, policy: s
     ("options", "message"),
     [
         ({"min_p": 1.5}, "min_p must be in [0, 1], not 1.5"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be in"),
         ({"presence_penalty": 3.0}, "presence_penalty must be in [-2, 2]"),
         ({"frequency_penalty": -3.0}, "frequency_penalty must be in [-2, 2]"),
         ({"logit_bias": {3: 101.0}}, "logit_bias values must be in [-100, 100]"),

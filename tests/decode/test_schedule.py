@@ -172,14 +172,24 @@ def test_a_prompt_that_was_overwritten_is_not_copied(decoder: Decoder, monkeypat
     assert requests[2].answer.output.token_ids == decoder.generate(PROMPTS[0], options(), "ar").token_ids
 
 
-def test_the_end_of_a_batch_teaches_no_costs(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle slots run along: the pass of the last request is no pass of one."""
+@pytest.mark.parametrize("narrow", [True, False])
+def test_a_pass_runs_over_the_slots_that_are_taken(decoder: Decoder, monkeypatch: pytest.MonkeyPatch,
+                                                   narrow: bool) -> None:
+    """Else one client of a server with many slots would wait for all of them; where graphs are of whole caches, idle
+    slots run along. A pass over one slot is a pass of one request and teaches its cost, another is not."""
     learned: list[int] = []
+    passes: list[int] = []
     monkeypatch.setattr(type(decoder.costs), "update_verify", lambda self, n, *_: learned.append(n))
-    decoder.generate_batch(PROMPTS[:2], [options(max_tokens=2), options(max_tokens=20)], "fixed(2)", 2)
-    assert not learned
-    decoder.generate(PROMPTS[0], options(max_tokens=20), "fixed(2)")
-    assert learned
+    monkeypatch.setattr(decoder.runner, "narrow", narrow)
+    forward = decoder.runner.forward
+    monkeypatch.setattr(decoder.runner, "forward", lambda ids, cache, keep=None, *rest, **more: (
+        passes.append(len(ids)) if keep is None else None, forward(ids, cache, keep, *rest, **more))[1])
+    each = [options(max_tokens=n) for n in (2, 30, 4, 20)]
+    outputs = decoder.generate_batch(PROMPTS, each, "fixed(2)", 4)
+    assert (min(passes), max(passes)) == ((1, 4) if narrow else (4, 4))
+    assert bool(learned) == narrow
+    for prompt, params, [output] in zip(PROMPTS, each, outputs, strict=True):
+        assert output.token_ids == decoder.generate(prompt, params, "ar").token_ids
 
 
 def test_a_finished_request_is_freed_without_the_collector(decoder: Decoder) -> None:
