@@ -13,13 +13,27 @@ from draftsmith.data import DraftsmithError
 if TYPE_CHECKING:
     from .decoder import Decoder
 
+EXAMPLES = """\
+a bundle is what training makes (bash scripts/quickstart.sh makes one); a target with any smaller model of its
+tokenizer (--draft MODEL), or with none (--draft none), works too:
+
+  draftsmith generate runs/quickstart/bundle "A table trips(id, minutes). SQL for the longest trip?" --color --stats
+  draftsmith generate TARGET "Once upon a time" --draft SMALLER_MODEL --raw
+  draftsmith bench runs/quickstart/bundle --policies "ar,fixed(4),goodput"
+  draftsmith serve runs/quickstart/bundle            then open http://127.0.0.1:8000
+  draftsmith doctor TARGET SMALLER_MODEL
+
+draftsmith COMMAND --help lists a command's options."""
+
 GREEN, RESET = "\033[32m", "\033[0m"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="draftsmith", description="Lossless speculative decoding with distilled "
-                                     "drafts.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(
+        prog="draftsmith", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Makes a language model answer faster without changing what it says: a small draft proposes tokens, "
+                    "the\nmodel (the target) verifies them.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("bundle", help="bundle folder; with --draft, the target (a folder or hub name)")
     shared.add_argument("--draft", help="any smaller model of the target's tokenizer as the draft, or 'none' for "
@@ -63,14 +77,14 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="an OpenAI-compatible server with a playground", parents=[shared])
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    serve.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
     serve.add_argument("--name", help="what clients call the model (default: the target's name)")
     serve.add_argument("--policy", help="of requests that name none (default: the bundle's)")
     serve.add_argument("--api-key", help="clients must send it (default: DRAFTSMITH_API_KEY, or none)")
-    serve.add_argument("--slots", type=int, default=4, help="answers written at a time")
-    serve.add_argument("--queue", type=int, default=64, help="answers that may wait; beyond, clients get 429")
+    serve.add_argument("--slots", type=int, default=4, help="answers written at a time (default: 4)")
+    serve.add_argument("--queue", type=int, default=64, help="answers that may wait; beyond, clients get 429 (default: 64)")
     serve.add_argument("--context", type=int, help="tokens of prompt and answer (default: the target's, at most 4096)")
-    serve.add_argument("--max-body", type=float, default=4.0, metavar="MIB", help="largest request that is read")
+    serve.add_argument("--max-body", type=float, default=4.0, metavar="MIB", help="largest request that is read (default: 4)")
     serve.add_argument("--allow-origin", action="append", default=[], metavar="URL",
                        help="web page of another host that may call (repeatable)")
     serve.set_defaults(run=run_serve)
