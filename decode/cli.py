@@ -31,8 +31,8 @@ GREEN, RESET = "\033[32m", "\033[0m"
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="draftsmith", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Makes a language model answer faster without changing what it says: a small draft proposes tokens, "
-                    "the\nmodel (the target) verifies them.")
+        description="Makes a language model answer faster without changing what it says: a small draft proposes "
+                    "tokens,\nthe model (the target) verifies them.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("bundle", help="bundle folder; with --draft, the target (a folder or hub name)")
@@ -82,9 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--policy", help="of requests that name none (default: the bundle's)")
     serve.add_argument("--api-key", help="clients must send it (default: DRAFTSMITH_API_KEY, or none)")
     serve.add_argument("--slots", type=int, default=4, help="answers written at a time (default: 4)")
-    serve.add_argument("--queue", type=int, default=64, help="answers that may wait; beyond, clients get 429 (default: 64)")
-    serve.add_argument("--context", type=int, help="tokens of prompt and answer (default: the target's, at most 4096)")
-    serve.add_argument("--max-body", type=float, default=4.0, metavar="MIB", help="largest request that is read (default: 4)")
+    serve.add_argument("--queue", type=int, default=64, help="may wait before clients get 429 (default: 64)")
+    serve.add_argument("--context", type=int, help="tokens of prompt and answer (default: at most 4096)")
+    serve.add_argument("--max-body", type=float, default=4.0, metavar="MIB", help="largest request (default: 4)")
     serve.add_argument("--allow-origin", action="append", default=[], metavar="URL",
                        help="web page of another host that may call (repeatable)")
     serve.set_defaults(run=run_serve)
