@@ -38,8 +38,14 @@ def run(*command: str, check: bool = True, ranks: int = 1) -> subprocess.Complet
 
 def launch(job: str, recipe: Path, *overrides: str, ranks: int = 1,
            check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a job to its end; with `check` a failure raises, with the end of what it said."""
-    return run(*command(job, recipe, *overrides, ranks=ranks), check=check, ranks=ranks)
+    """Run a job to its end; with `check` a failure raises, with the end of what it said. Raises for memory that the
+    ranks shared and left behind, too."""
+    asked = command(job, recipe, *overrides, ranks=ranks)
+    done = run(*asked, check=check, ranks=ranks)
+    port = asked[asked.index("--master_port") + 1]
+    if left := list(Path("/dev/shm").glob(f"*_{port}_*")):
+        raise AssertionError(f"{job} left {[path.name for path in left]} in memory")
+    return done
 
 
 def start(job: str, recipe: Path, log: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[bytes]:
