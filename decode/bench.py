@@ -13,11 +13,13 @@ from draftsmith.distill.variants import Variant
 from .costs import Prober
 from .decoder import Decoder
 from .device import synchronise
+from .evaluation.interleave import acceptance, interleave, rate, rates, rotated
+from .evaluation.methods import ours
+from .evaluation.statistics import paired_ratio
 from .linear import BlockedLinear, Int8Linear, PackedLinear, PlainLinear, can_pack, can_quantise
 from .profile import PARTS
 from .runner import Runner
 from .sampling import SamplingParams
-from .validate import paired_ratio, rotated
 
 MIN_READ = 1 << 28  # bytes read to measure bandwidth: beyond any processor cache
 
@@ -69,23 +71,16 @@ def run_policies(decoder: Decoder, prompts: Sequence[list[int]], policies: Seque
                  progress: Callable[[Any], Any] = lambda x: x) -> dict[str, dict[str, Any]]:
     """Every policy on every prompt, interleaved, greedy: tokens/s, paired ratio to the first policy, acceptance,
     and the share of the time that each part took."""
-    runs: dict[str, list[Any]] = {p: [] for p in policies}
-    for policy in policies:
-        decoder.generate(prompts[0], SamplingParams(max_tokens=8), policy)
-    for i, prompt in enumerate(progress(prompts)):
-        for policy in rotated(policies, i):
-            runs[policy].append(decoder.generate(prompt, SamplingParams(max_tokens=max_tokens), policy).stats)
-    first = [s.emitted / s.seconds for s in runs[policies[0]]]
+    named = {policy: ours(decoder, policy) for policy in policies}
+    answers = interleave(named, prompts, SamplingParams(max_tokens=max_tokens), progress)
     out = {}
-    for policy, stats in runs.items():
-        judged, steps = sum(s.accepted + s.rejected for s in stats), sum(s.steps for s in stats)
-        ratio = paired_ratio([s.emitted / s.seconds for s in stats], first)
-        seconds = sum(s.seconds for s in stats)
-        parts = {part: sum(s.parts[part] for s in stats) / seconds for part in PARTS}
+    for policy, mine in answers.items():
+        accepted, per_step = acceptance(mine)
+        seconds = sum(answer.seconds for answer in mine)
+        parts = {part: sum(a.stats.parts[part] for a in mine if a.stats) / seconds for part in PARTS}
         out[policy] = {
-            "tokens_per_second": sum(s.emitted for s in stats) / seconds, "ratio": vars(ratio),
-            "acceptance": sum(s.accepted for s in stats) / judged if judged else None,
-            "tokens_per_step": sum(s.emitted - 1 for s in stats) / steps if steps else None,
+            "tokens_per_second": rate(mine), "ratio": vars(paired_ratio(rates(mine), rates(answers[policies[0]]))),
+            "acceptance": accepted, "tokens_per_step": per_step,
             "parts": {**parts, "other": 1.0 - sum(parts.values())},
         }
     return out

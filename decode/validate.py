@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,13 +10,14 @@ import numpy as np
 from draftsmith.data.text import Sample
 
 from .decoder import Decoder
-from .evaluation.statistics import of_ratios
+from .evaluation.interleave import interleave
+from .evaluation.methods import Method, ours
+from .evaluation.statistics import paired_ratio
 from .identity import compare
 from .sampling import SamplingParams
 from .stats import Stats
 
 REFERENCE = "transformers"
-WARM_UP_TOKENS = 16
 
 
 @dataclass
@@ -40,16 +41,6 @@ class Row:
 
 
 @dataclass
-class Interval:
-    """A paired geometric-mean ratio with its 95 % confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-
-@dataclass
 class Result:
     rows: list[Row]
     default: str
@@ -58,54 +49,26 @@ class Result:
     machine: str = ""
 
 
-def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
-    """Geometric mean of paired ratios with a Student t interval on their logarithms."""
-    found = of_ratios(numerator, denominator)
-    return Interval(found.ratio, found.low, found.high, found.n)
-
-
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The names, starting with another one each turn: who runs first must not decide who is fast."""
-    at = turn % len(names)
-    return [*names[at:], *names[:at]]
-
-
 def run_methods(decoder: Decoder, samples: list[Sample], prompts: list[list[int]], methods: list[str], max_tokens: int,
-                reference: Callable[[list[int], int], tuple[list[int], float]] | None, reference_count: int,
-                progress: Callable[[list[str]], Any] = lambda names: names) -> list[Row]:
-    """Every method on every prompt, greedy, the order of methods rotated from prompt to prompt.
-
-    `reference(prompt ids, max_tokens)` returns (new ids, seconds) of an outside implementation, run on the
-    first `reference_count` prompts.
-    """
-    params = SamplingParams(max_tokens=max_tokens)
-    for method in methods:
-        decoder.generate(prompts[0], SamplingParams(max_tokens=WARM_UP_TOKENS), method)
-    rows: list[Row] = []
-    schedule = []
-    for i in range(len(samples)):
-        names = methods + ([REFERENCE] if reference is not None and i < reference_count else [])
-        schedule += [(i, name) for name in rotated(names, i)]
-    outputs: dict[tuple[int, str], list[int]] = {}
-    for i, name in progress(schedule):  # type: ignore[arg-type]
-        if name == REFERENCE:
-            assert reference is not None
-            ids, seconds = reference(prompts[i], max_tokens)
-            stats = Stats(emitted=len(ids), seconds=seconds)
-        else:
-            output = decoder.generate(prompts[i], params, name)
-            ids, stats = output.token_ids, output.stats
-        outputs[i, name] = ids
-        rows.append(Row(name, samples[i].id, samples[i].kind, len(ids), stats.seconds, stats.ttft, stats.steps,
-                        stats.accepted, stats.rejected, stats.drafted, stats.accepted_by_position,
-                        stats.judged_by_position))
-    index = {sample.id: i for i, sample in enumerate(samples)}
-    for row in rows:
-        i = index[row.prompt]
-        found = compare(decoder.runner, prompts[i], outputs[i, row.method], outputs[i, "ar"])
-        if found is not None:
-            row.text_from_target = found.excused
-            row.divergence = {k: min(v, 1e9) for k, v in asdict(found).items()}  # JSON has no infinity
+                reference: Method | None, reference_count: int,
+                progress: Callable[[Any], Any] = lambda prompts: prompts) -> list[Row]:
+    """Every method on every prompt, greedy; `reference`, an outside implementation, on the first `reference_count`."""
+    named = {method: ours(decoder, method) for method in methods}
+    if reference is not None:
+        named[REFERENCE] = reference
+    answers = interleave(named, prompts, SamplingParams(max_tokens=max_tokens), progress, {REFERENCE: reference_count})
+    rows = []
+    for i, (sample, prompt, plain) in enumerate(zip(samples, prompts, answers["ar"], strict=True)):
+        for method in (name for name in named if i < len(answers[name])):
+            answer = answers[method][i]
+            stats = answer.stats or Stats()
+            row = Row(method, sample.id, sample.kind, len(answer.ids), answer.seconds, answer.ttft, stats.steps,
+                      stats.accepted, stats.rejected, stats.drafted, stats.accepted_by_position,
+                      stats.judged_by_position)
+            if (found := compare(decoder.runner, prompt, answer.ids, plain.ids)) is not None:
+                row.text_from_target = found.excused
+                row.divergence = {k: min(v, 1e9) for k, v in asdict(found).items()}  # JSON has no infinity
+            rows.append(row)
     return rows
 
 

@@ -19,7 +19,6 @@ from draftsmith.decode.decoder import Decoder
 from draftsmith.decode.device import device_name
 from draftsmith.decode.evaluation.against import compare_drafts
 from draftsmith.decode.evaluation.methods import stock
-from draftsmith.decode.references import plain
 from draftsmith.decode.report import table, write_report
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.target import load_target
@@ -75,10 +74,10 @@ def main() -> None:
     reference = None
     if v.reference:
         own = load_target(args.target or bundle.manifest.target["name"], trust_remote_code=trust)
-        reference = plain(stock(own.model, own.tokenizer, own.eos_ids))
+        reference = stock(own.model, own.tokenizer, own.eos_ids)
     samples, prompts = encode_prompts(decoder.tokenizer, samples, decoder.runner.context - v.max_tokens)
     rows = run_methods(decoder, samples, prompts, methods, v.max_tokens, reference, REFERENCE_PROMPTS,
-                       lambda schedule: tqdm(schedule, desc="validate", unit="run"))
+                       lambda some: tqdm(some, desc="validate", unit="prompt"))
     result = Result(rows, default, summarise(rows, [*methods, "transformers"]), machine=device_name())
     for prompt in prompts[:EXAMPLES]:
         example = decoder.generate(prompt, SamplingParams(max_tokens=v.max_tokens), default)

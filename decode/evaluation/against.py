@@ -10,10 +10,9 @@ import numpy as np
 
 from ..decoder import Decoder
 from ..sampling import SamplingParams
-from ..validate import rotated
+from .interleave import acceptance, interleave, rates
+from .methods import ours
 from .statistics import Paired, of_differences, of_ratios
-
-WARM_UP = 8  # tokens
 
 
 @dataclass
@@ -55,17 +54,12 @@ class Against:
 def compare_drafts(new: Decoder, other: Decoder, prompts: Sequence[list[int]], k: int, max_tokens: int,
                    progress: Callable[[Iterable[Any]], Iterable[Any]] = lambda x: x) -> Against:
     """Greedy, with fixed(k) and with the policy that each bundle has as its default."""
-    decoders = {"new": new, "other": other}
-    accepted: dict[str, list[float]] = {name: [] for name in decoders}
-    rates: dict[str, list[float]] = {name: [] for name in decoders}
-    for decoder in decoders.values():
-        decoder.generate(prompts[0], SamplingParams(max_tokens=WARM_UP))
-    params = SamplingParams(max_tokens=max_tokens)
-    for i, prompt in enumerate(progress(prompts)):
-        for name in rotated(list(decoders), i):
-            fixed = decoders[name].generate(prompt, params, f"fixed({k})").stats
-            accepted[name].append(fixed.accepted / max(1, fixed.accepted + fixed.rejected))
-            own = decoders[name].generate(prompt, params).stats
-            rates[name].append(own.emitted / own.seconds)
+    found = {}
+    for policy in (f"fixed({k})", None):
+        methods = {name: ours(decoder, policy or decoder.context.default)
+                   for name, decoder in (("new", new), ("other", other))}
+        found[policy] = interleave(methods, prompts, SamplingParams(max_tokens=max_tokens), progress)
+    accepted = {name: [acceptance([answer])[0] or 0.0 for answer in some]
+                for name, some in found[f"fixed({k})"].items()}
     return Against(of_differences(np.array(accepted["new"]) - np.array(accepted["other"])),
-                   of_ratios(rates["new"], rates["other"]))
+                   of_ratios(rates(found[None]["new"]), rates(found[None]["other"])))

@@ -21,10 +21,11 @@ from ..decoder import Decoder
 from ..identity import Divergence, compare
 from ..meter import PerplexityMeter, log_probs_at, log_probs_in_head
 from ..sampling import GumbelNoise, SamplingParams
-from ..validate import paired_ratio, rotated
 from .energy import Energy
+from .interleave import rotated
 from .journal import Journal
 from .methods import OUTSIDE, Answer, Method, ours, outside, work_of
+from .statistics import paired_ratio
 from .tasks import Chosen, Item
 
 PLAIN = "ar"

@@ -44,6 +44,22 @@ class Paired:
         return p < ALPHA
 
 
+@dataclass
+class Interval:
+    """A paired geometric-mean ratio with its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
+    """Geometric mean of paired ratios with a Student t interval on their logarithms."""
+    found = of_ratios(numerator, denominator)
+    return Interval(found.ratio, found.low, found.high, found.n)
+
+
 def of_ratios(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Paired:
     """Paired ratios, such as tokens a second of two methods; tests are on their logarithms."""
     values = np.log(np.asarray(numerator, float) / np.asarray(denominator, float))

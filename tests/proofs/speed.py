@@ -20,10 +20,11 @@ from draftsmith.data.text import read_samples
 from draftsmith.decode import Decoder, SamplingParams
 from draftsmith.decode.attention import Tree
 from draftsmith.decode.device import device_name
+from draftsmith.decode.evaluation.interleave import acceptance, interleave, rates, rotated
+from draftsmith.decode.evaluation.methods import ours
+from draftsmith.decode.evaluation.statistics import Interval, paired_ratio
 from draftsmith.decode.policies import make_policy
-from draftsmith.decode.references import Reference, references, run_references
-from draftsmith.decode.stats import Stats
-from draftsmith.decode.validate import Interval, paired_ratio, rotated
+from draftsmith.decode.references import references, run_references
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.stage import load_prompts, run_job
 from tqdm import tqdm
@@ -36,23 +37,13 @@ BARS = {"AR": 1.6, "transformers generate": 2.1, "best fixed k": 1.0, "transform
         "AR, worst kind": 0.97, "prediction": 0.92}
 
 
-def stats_of(decoder: Decoder, prompt: list[int], policy: str, temperature: float = 0.0, seed: int = 0) -> Stats:
-    params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=seed if temperature else None)
-    return decoder.generate(prompt, params, policy).stats
-
-
-def rate(stats: Stats) -> float:
-    """Tokens a second of one answer."""
-    return stats.emitted / stats.seconds
-
-
 def against_ar(decoder: Decoder, prompts: list[list[int]], temperature: float, what: str) -> Interval:
-    """Goodput over AR, pair by pair, who goes first in turn. With a seed both write the same text."""
-    rates: dict[str, list[float]] = {OURS: [], "ar": []}
-    for i, prompt in enumerate(tqdm(prompts, desc=what, unit="prompt")):
-        for name in rotated(list(rates), i):
-            rates[name].append(rate(stats_of(decoder, prompt, name, temperature, i)))
-    row = paired_ratio(rates[OURS], rates["ar"])
+    """Goodput over AR, pair by pair. With a seed both write the same text."""
+    each = [SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=i if temperature else None)
+            for i in range(len(prompts))]
+    found = interleave({name: ours(decoder, name) for name in (OURS, "ar")}, prompts, each,
+                       lambda some: tqdm(some, desc=what, unit="prompt"))
+    row = paired_ratio(rates(found[OURS]), rates(found["ar"]))
     print(f"{what}: {OURS} / AR {row.mean:.2f} ({row.low:.2f} to {row.high:.2f}, n = {row.n})", flush=True)
     return row
 
@@ -61,16 +52,13 @@ def best_length(decoder: Decoder, prompts: list[list[int]]) -> tuple[str, dict[s
     """The fixed length with the most tokens a second, and of each: the rate over the first's, acceptance, tokens a
     step."""
     names = [f"fixed({k})" for k in LENGTHS]
-    found: dict[str, list[Stats]] = {name: [] for name in names}
-    for i, prompt in enumerate(tqdm(prompts, desc="tuning k", unit="prompt")):
-        for name in rotated(names, i):
-            found[name].append(stats_of(decoder, prompt, name))
-    first, table = [rate(s) for s in found[names[0]]], {}
+    found = interleave({name: ours(decoder, name) for name in names}, prompts, SamplingParams(max_tokens=TOKENS),
+                       lambda some: tqdm(some, desc="tuning k", unit="prompt"))
+    table = {}
     for name, some in found.items():
-        judged = sum(s.accepted + s.rejected for s in some)
-        table[name] = {"rate": paired_ratio([rate(s) for s in some], first).mean,
-                       "acceptance": sum(s.accepted for s in some) / max(1, judged),
-                       "tokens_per_step": sum(s.emitted - 1 for s in some) / max(1, sum(s.steps for s in some))}
+        accepted, per_step = acceptance(some)
+        table[name] = {"rate": paired_ratio(rates(some), rates(found[names[0]])).mean, "acceptance": accepted or 0.0,
+                       "tokens_per_step": per_step or 1.0}
     return max(table, key=lambda name: table[name]["rate"]), table
 
 
@@ -118,7 +106,7 @@ def main() -> None:
     for name, row in lengths.items():
         print(f"{name}: {row['rate']:.2f} x fixed({LENGTHS[0]}), acceptance {row['acceptance']:.3f}, "
               f"{row['tokens_per_step']:.2f} tokens a step (n = {len(others)})", flush=True)
-    outside: dict[str, Reference] = {name: run for name, run in references(decoder).items()
+    outside = {name: run for name, run in references(decoder).items()
                                      if name == "transformers generate" or "assisted" in name}
     table = run_references(decoder, outside, prompts, [OURS, "ar", fixed], TOKENS,
                            lambda p: tqdm(p, desc="speed", unit="prompt"))
