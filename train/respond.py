@@ -18,6 +18,7 @@ from draftsmith.decode.batch import Answer, write_answers
 from draftsmith.decode.device import training_dtype
 from draftsmith.decode.runner import Runner, load_runner
 from draftsmith.decode.target import Target
+from draftsmith.train.flops import Paced
 from draftsmith.train.recipe import Recipe, parse_args
 from draftsmith.train.stage import (
     first_makes,
@@ -159,8 +160,10 @@ def run(recipe: Recipe, samples: list[Sample]) -> None:
         documents = sum(s["documents"] for s in writer.manifest.shards)
         say(f"respond: {recipe.cache_dir} is complete ({documents} documents), nothing to do")
         return
-    runner = load_runner(target)
+    runner = Paced(load_runner(target))
     shards = (respond if recipe.respond.mode == "generate" else score)(recipe, target, runner, writer, samples)
+    if runner.tokens:
+        say(f"respond: {runner.report(target.config)}" + (", of each rank" if world_size() > 1 else ""))
     wait_for_all()
     if rank() == 0:
         finish(writer, shards, recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -37,3 +38,16 @@ def test_a_job_that_was_killed_writes_bitwise_what_it_would_have_written(tmp_pat
     again = write(resumed)
     assert [s["sha256"] for s in again.manifest.shards] == [s["sha256"] for s in whole.manifest.shards]
     assert np.array_equal(again[0].tokens, whole[0].tokens)
+
+
+def test_the_pace_is_of_what_was_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a cache that is complete computes nothing, so it tells none."""
+    recipe = load_recipe(write_tiny_recipe(tmp_path), ["respond.batch=1", "prompts.train_count=3"])
+    cache = write(recipe)
+    # One by one without padding: every token but the last of an answer is read once, what prompts share not again.
+    read = sum(len(cache[i].tokens) - 1 for i in range(len(cache)))
+    said = "".join(capsys.readouterr())
+    computed = int(re.search(r"respond: ([\d,]+) positions computed in .* of what one large product", said)[1])
+    assert 0.8 * read <= computed <= read
+    write(recipe)
+    assert "positions computed" not in "".join(capsys.readouterr())
