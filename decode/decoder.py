@@ -217,7 +217,7 @@ class Decoder:
             return Generation(prompt, params, self._policy(policy), self.runner, self.draft,
                               self._noise(params, choice), self.eos_ids, self.costs, cache=cache, slot=slot)
 
-        return Request(start, group)
+        return Request(start, group, prompt)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise `DraftsmithError` for a request that could not be answered, before it is made."""

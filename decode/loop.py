@@ -81,14 +81,20 @@ class Generation:
     def emitted(self) -> int:
         return len(self.tokens) - self.prompt_length
 
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of the end of the prompt that `begin` needs."""
+        return min(self.prompt_length, METER_ROWS + 1) if self._metered else 1
+
     @torch.no_grad()
-    def prefill(self, share: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> list[Token]:
+    def prefill(self, share: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+                known: int = 0) -> list[Token]:
         """Read the prompt; the first token. `share` is given the target's rows, for `begin` of another request with
-        the same prompt."""
-        keep = min(len(self.tokens), METER_ROWS + 1) if self._metered else 1
+        the same prompt. `known`: positions that the cache holds already, all but `prompt_rows` at most."""
         self.laps.start()
+        self.stats.cached_tokens = known
         slots = range(self.slot, self.slot + 1) if self.shared else None
-        hidden, logits = self.target.forward(self._ids(self.tokens), self.cache, keep, slots)
+        hidden, logits = self.target.forward(self._ids(self.tokens[known:]), self.cache, self.prompt_rows, slots)
         if share is not None:
             share(hidden[0], logits[0])
         return self.begin(hidden[0], logits[0])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from draftsmith.data import DraftsmithError
+from draftsmith.data.prefixes import common_prefix, worth_sharing
 
 from .attention import Tree
 from .candidates import Draft
@@ -27,11 +28,13 @@ Start = Callable[[Any, int], Generation]
 
 @dataclass(eq=False)
 class Request:
-    """One answer that was asked for. `group`: of requests with the same prompt, which is read once for all that
-    start together. `error`: why it ended early; other requests go on."""
+    """One answer that was asked for. `prompt`: its ids, for a slot that holds their beginning already. `group`: of
+    requests with the same prompt, which is read once for all that start together. `error`: why it ended early; other
+    requests go on."""
 
     start: Start
     group: object = None
+    prompt: Sequence[int] = ()
     answer: Transcript | None = None
     error: Exception | None = None
     cancelled: bool = False
@@ -57,15 +60,19 @@ class _Read:
 class Batch:
     """Runs requests in up to `slots` slots of `capacity` positions each.
 
-    A target that runs one request at a time (`Runner.max_batch`) gives each slot a cache of its own and a pass of
-    its own. An exception of one request, a caller's logits processor's for instance, ends that request alone.
+    What a slot has read stays in it: a prompt that begins as an earlier text did (the next turn of a conversation, the
+    same instructions) is read from there on. A target that runs one request at a time (`Runner.max_batch`) gives each
+    request a cache and passes of its own. An exception of one request, a caller's logits processor's for instance,
+    ends that request alone.
     """
 
     def __init__(self, runner: Runner, tokenizer: Any, slots: int, capacity: int) -> None:
         self.runner, self.tokenizer = runner, tokenizer
-        self.shared, self.capacity = runner.max_batch is None and slots > 1, capacity
+        self.shared, self.capacity = runner.max_batch is None, capacity
         self.cache = runner.new_cache(slots, capacity + MAX_DRAFT) if self.shared else None
         self.slots: list[Request | None] = [None] * slots
+        self.held: list[list[int]] = [[] for _ in range(slots)]  # the tokens that lie in a slot which is free
+        self.freed, self.clock = [0] * slots, 0  # when each was
         self.waiting: deque[Request] = deque()
 
     def submit(self, request: Request) -> None:
@@ -99,10 +106,22 @@ class Batch:
         return news
 
     def _release(self) -> None:
-        for request in self.slots:
-            if request is not None and request.done and request.answer is not None:
-                request.answer.generation.close()
-        self.slots = [None if request is None or request.done else request for request in self.slots]
+        for slot, request in enumerate(self.slots):
+            if request is not None and request.done:
+                self._free(slot, request)
+                self.slots[slot] = None
+
+    def _free(self, slot: int, request: Request) -> None:
+        """Let go of a request, but remember what its slot has read; of one that failed nothing is known."""
+        assert request.answer is not None
+        generation = request.answer.generation
+        if self.cache is not None:
+            read = self.cache.lengths[slot] if request.error is None else 0
+            self.cache.crop(read, slot)
+            self.held[slot] = generation.tokens[:read]
+        self.clock += 1
+        self.freed[slot] = self.clock
+        generation.close()
 
     def _try(self, request: Request, news: list[News], work: Callable[[], list[Token]]) -> None:
         """Take what a request's work gives."""
@@ -116,38 +135,48 @@ class Batch:
     def _fill(self, news: list[News]) -> None:
         """Read prompts into the free slots."""
         read: dict[int, _Read] = {}
-        for slot in range(len(self.slots)):
-            while self.slots[slot] is None and self.waiting:
-                request = self.waiting.popleft()
-                try:
-                    generation = request.start(self.cache, slot)
-                except Exception as error:
-                    request.error = error
-                    news.append((request, None))
-                    continue
-                request.answer = Transcript(generation, self.tokenizer, request.arrived)
-                if (length := generation.prompt_length + generation.max_tokens) > self.capacity:
-                    request.error = DraftsmithError(f"a request of {length} tokens, prompt and answer, in a batch made "
-                                                    f"for {self.capacity}")
-                if request.done:
-                    generation.close()
-                    news.append((request, None))
-                    continue
-                self._try(request, news, partial(self._prefill, generation, request, slot, read))
-                if request.done:
-                    generation.close()
-                else:
-                    self.slots[slot] = request
+        while self.waiting and (free := [slot for slot, taken in enumerate(self.slots) if taken is None]):
+            request = self.waiting.popleft()
+            # The slot that holds most of the prompt; of several, the one that was not used for the longest time.
+            slot = max(free, key=lambda s: (self._known(s, request.prompt), -self.freed[s], -s))
+            try:
+                generation = request.start(self.cache, slot)
+            except Exception as error:
+                request.error = error
+                news.append((request, None))
+                continue
+            request.answer = Transcript(generation, self.tokenizer, request.arrived)
+            if (length := generation.prompt_length + generation.max_tokens) > self.capacity:
+                request.error = DraftsmithError(f"a request of {length} tokens, prompt and answer, in a batch made for "
+                                                f"{self.capacity}")
+            if request.done:
+                generation.close()
+                news.append((request, None))
+                continue
+            self._try(request, news, partial(self._prefill, generation, request, slot, read))
+            if request.done:
+                self._free(slot, request)
+            else:
+                self.slots[slot] = request
+
+    def _known(self, slot: int, prompt: Sequence[int]) -> int:
+        """Tokens of a prompt that a free slot holds, where they are worth keeping."""
+        shared = common_prefix(self.held[slot], prompt)
+        return shared if worth_sharing(shared, len(prompt)) else 0
 
     def _prefill(self, generation: Generation, request: Request, slot: int, read: dict[int, _Read]) -> list[Token]:
         if self.cache is None:
             return generation.prefill()
-        self.cache.crop(0, slot)
         same = next((s for s, other in read.items() if other.group is request.group), None)
+        known = min(self._known(slot, request.prompt), generation.prompt_length - generation.prompt_rows)
+        self.held[slot] = []
         if same is None or request.group is None:
+            self.cache.crop(known, slot)
             read.pop(slot, None)  # overwritten from now on
-            return generation.prefill(lambda hidden, logits: read.update({slot: _Read(request.group, hidden, logits)}))
+            return generation.prefill(lambda hidden, logits: read.update({slot: _Read(request.group, hidden, logits)}),
+                                      known)
         self.cache.copy_prefix(same, slot, generation.prompt_length)
+        generation.stats.cached_tokens = generation.prompt_length
         read[slot] = read[same]
         generation.laps.start()
         return generation.begin(read[same].hidden_RH, read[same].logits_RV)
@@ -196,8 +225,11 @@ class Batch:
         assert self.cache is not None
         n = 1 + max(len(draft.nodes) for draft in drafts.values())
         ids, parents = [[0] * n for _ in where], [list(range(-1, n - 1)) for _ in where]
-        for slot in set(where) - drafts.keys():
-            self.cache.crop(0, slot)  # an idle slot runs along at its start
+        idle = {slot: self.cache.lengths[slot] for slot in set(where) - drafts.keys()}
+        for slot, length in idle.items():  # runs along after what it holds
+            if length + n > self.cache.capacity:
+                self.held[slot], idle[slot] = [], 0
+                self.cache.crop(0, slot)
         for slot, request in active:
             assert request.answer is not None
             generation, draft, row = request.answer.generation, drafts[slot], slot - where.start
@@ -209,4 +241,8 @@ class Batch:
             trees = [Tree.of(p, device) for p in parents]
             tree = Tree(torch.cat([t.depth_BN for t in trees]), torch.cat([t.sees_BNN for t in trees]))
         slots = None if len(where) == len(self.slots) else where
-        return self.runner.forward(torch.tensor(ids, device=device), self.cache, slots=slots, tree=tree)
+        try:
+            return self.runner.forward(torch.tensor(ids, device=device), self.cache, slots=slots, tree=tree)
+        finally:
+            for slot, length in idle.items():
+                self.cache.crop(length, slot)

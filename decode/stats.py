@@ -25,12 +25,14 @@ class Token:
 
 @dataclass
 class Stats:
-    """Counters of one generation. `steps` are target passes after the prefill; `parts`: seconds by
+    """Counters of one generation. `cached_tokens`: of the prompt's, those that lay in the target's cache already;
+    `steps`: target passes after the prefill; `parts`: seconds by
     `profile.PARTS`; `variants`: rounds by variant; `draft_rows`: positions that each variant computed, the prompt's
     included, and `draft_heads` those of them that reached the head; `draft_lag`: positions that only the deep layers
     computed, to catch up with the shallow ones."""
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     drafted: int = 0
     verified: int = 0
     accepted: int = 0

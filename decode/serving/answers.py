@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -57,8 +56,9 @@ class Scribe:
     """Writes the answers to one request, whole or in chunks."""
 
     def __init__(self, model: str, tokenizer: Any, chat: bool, logprobs: int | None, provenance: bool,
-                 alphas: dict[str, float], echo: list[str] | None = None) -> None:
-        """`alphas`: by variant. `echo`: for each choice a text to begin with."""
+                 alphas: dict[str, float], choices: int = 1, echo: list[str] | None = None) -> None:
+        """`alphas`: by variant. `choices`: answers to each prompt. `echo`: for each of them a text to begin with."""
+        self.choices = choices
         self.model, self.tokenizer, self.chat, self.logprobs = model, tokenizer, chat, logprobs
         self.provenance, self.alphas, self.echo = provenance, alphas, echo
         self.id = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
@@ -69,7 +69,7 @@ class Scribe:
         """The response to a request that does not stream."""
         choices = [self._choice(i, answer) for i, answer in sorted(answers.items())]
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": usage(answers.values(), prompt_tokens)}
+        return {**self._head(kind), "choices": choices, "usage": usage(answers, prompt_tokens, self.choices)}
 
     def chunk(self, event: Event) -> Json:
         """A piece of one choice."""
@@ -87,10 +87,10 @@ class Scribe:
         self.begun[event.index] = before + len(text)
         return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [choice]}
 
-    def last(self, answers: Iterable[Answer], prompt_tokens: int) -> Json:
+    def last(self, answers: dict[int, Answer], prompt_tokens: int) -> Json:
         """The chunk after all others, where usage was asked for."""
         return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [],
-                "usage": usage(answers, prompt_tokens)}
+                "usage": usage(answers, prompt_tokens, self.choices)}
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -140,12 +140,17 @@ class Scribe:
                 "alpha": self.alphas.get(variant or ""), "seconds": finished.draft_seconds + finished.target_seconds}
 
 
-def usage(answers: Iterable[Answer], prompt_tokens: int) -> Json:
-    written = sum(answer.stats.emitted for answer in answers if answer.stats)
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}
+def usage(answers: dict[int, Answer], prompt_tokens: int, choices: int) -> Json:
+    """`prompt_tokens` of all prompts, of which each has so many `choices`."""
+    stats = {i: answer.stats for i, answer in answers.items() if answer.stats}
+    written = sum(s.emitted for s in stats.values())
+    # Of what a prompt's first answer found; the others find all of it.
+    cached = sum(s.cached_tokens for i, s in stats.items() if i % choices == 0)
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written,
+            "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def figures(stats: Stats) -> Json:
-    names = ("prompt_tokens", "emitted", "steps", "drafted", "accepted", "rejected", "wasted", "acceptance_rate",
-             "tokens_per_step", "ttft", "seconds", "variants", "policy")
+    names = ("prompt_tokens", "cached_tokens", "emitted", "steps", "drafted", "accepted", "rejected", "wasted",
+             "acceptance_rate", "tokens_per_step", "ttft", "seconds", "variants", "policy")
     return {name: getattr(stats, name) for name in names}

@@ -91,7 +91,7 @@ class Service:
         for prompt in prompts:
             self.engine.check(prompt, params[0], policy)
         return prompts, params, Scribe(self.name, self.tokenizer, chat, asked.alternatives, asked.provenance,
-                                       self.alphas, echo)
+                                       self.alphas, asked.choices, echo)
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -167,7 +167,7 @@ async def stream(events: AsyncGenerator[Event, None], first: Event, scribe: Scri
                 yield sent(scribe.chunk(event))
                 event = await anext(events, None)
             if read is not None:
-                yield sent(scribe.last(answers.values(), read))
+                yield sent(scribe.last(answers, read))
         except Gone:
             return
         except Failed as error:

@@ -33,6 +33,7 @@ class Metrics:
         self.running = gauge("running", "Answers being written")
         self.waiting = gauge("waiting", "Answers waiting for a slot")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of finished answers")
+        self.cached_tokens = counter("cached_prompt_tokens", "Those of them that lay in a cache already")
         self.completion_tokens = counter("completion_tokens", "Tokens of finished answers")
         self.tokens = counter("tokens", "The same by where they came from, with those past an answer's end", "source")
         self.drafted = counter("drafted_tokens", "Drafted tokens, by what became of them: accepted, rejected, wasted",
@@ -49,6 +50,7 @@ class Metrics:
     def finished(self, stats: Stats) -> None:
         """Count a finished answer."""
         self.prompt_tokens.inc(stats.prompt_tokens)
+        self.cached_tokens.inc(stats.cached_tokens)
         self.completion_tokens.inc(stats.emitted)
         for source in ("accepted", "corrections", "bonus", "ar"):
             self.tokens.labels(source).inc(getattr(stats, source))

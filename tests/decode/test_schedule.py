@@ -147,6 +147,74 @@ def test_a_failed_pass_ends_its_requests_and_no_others(decoder: Decoder, monkeyp
     assert requests[2].answer.output.token_ids == decoder.generate(PROMPTS[2], options(), "ar").token_ids
 
 
+def turn(batch: Batch, decoder: Decoder, text: list[int], policy: str) -> Request:
+    """Ask one request of a batch, and run it to its end."""
+    request = decoder.request(text, options(), policy)
+    batch.submit(request)
+    while batch.busy:
+        batch.step()
+    return request
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_next_turn_of_a_conversation_is_read_from_where_the_last_one_ended(decoder: Decoder, policy: str) -> None:
+    """Two conversations over two slots; each finds its own again, drafted and branched tokens included."""
+    batch = Batch(decoder.runner, decoder.tokenizer, 2, 300)
+    talks = [decoder.prompt_ids(word * 20) for word in ("ab c ", "xyz, ")]
+    for number in range(3):
+        for i, talk in enumerate(talks):
+            found = turn(batch, decoder, talk, policy)
+            assert found.answer.output.token_ids == decoder.generate(talk, options(), "ar").token_ids
+            # All but the end: of an answer the last token has not been read, and `paper` wants 33 rows.
+            new = 33 if policy == "paper" else 21
+            assert found.answer.output.stats.cached_tokens >= (len(talk) - new - 20 if number else 0)
+            assert bool(found.answer.output.stats.cached_tokens) == bool(number)
+            talks[i] = [*talk, *found.answer.output.token_ids, *decoder.prompt_ids(" and then?")]
+
+
+def test_what_a_slot_holds_is_right_after_a_cancelled_answer_and_forgotten_after_a_failed_one(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, forward = decoder.prompt_ids("Some instructions, " * 8), decoder.runner.forward
+    expected = decoder.generate(prompt, options(), "ar").token_ids
+
+    def failing(*args: Any, **more: Any) -> None:
+        forward(*args, **more)
+        raise MemoryError
+
+    for ending in ("cancelled", "failed in a pass", "failed in a prompt"):
+        batch = Batch(decoder.runner, decoder.tokenizer, 1, 300)
+        first = decoder.request(prompt, options(), "fixed(3)")
+        batch.submit(first)
+        with monkeypatch.context() as patch:
+            if ending == "failed in a prompt":
+                patch.setattr(decoder.runner, "forward", failing)
+            batch.step()
+            if ending == "failed in a pass":
+                patch.setattr(decoder.runner, "forward", failing)
+                batch.step()
+        if ending == "cancelled":
+            batch.cancel(first)
+        assert not batch.busy
+        again = turn(batch, decoder, prompt, "fixed(3)")
+        assert again.answer.output.token_ids == expected
+        assert (again.answer.output.stats.cached_tokens > 0) == (ending == "cancelled")
+
+
+def test_idle_slots_keep_what_they_hold_while_others_run(decoder: Decoder) -> None:
+    """A pass over slots 0 to 2 runs over slot 1 too, after what lies there, and forgets what no longer fits."""
+    batch = Batch(decoder.runner, decoder.tokenizer, 3, 120)
+    long = decoder.prompt_ids("Some instructions, " * 6)[:100]
+    requests = [decoder.request(p, options(max_tokens=n), "fixed(3)")
+                for p, n in ((decoder.prompt_ids("x"), 90), (long, 2), (decoder.prompt_ids("y"), 90))]
+    for request in requests:
+        batch.submit(request)
+    while batch.busy:
+        batch.step()
+    again = turn(batch, decoder, [*long[:90], *decoder.prompt_ids("!")], "ar").answer.output
+    assert again.stats.cached_tokens >= 90
+    assert again.token_ids == decoder.generate([*long[:90], *decoder.prompt_ids("!")], options(), "ar").token_ids
+
+
 def test_a_prompt_that_was_overwritten_is_not_copied(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second answer to a prompt whose slot a failed prefill has used since."""
     prompt, other = decoder.prompt_ids(PROMPTS[0]), decoder.prompt_ids(PROMPTS[3])

@@ -221,6 +221,18 @@ def test_what_changes_nothing_is_accepted(client: openai.OpenAI) -> None:
     assert len(texts) == 1
 
 
+def test_the_next_turn_is_read_from_where_the_last_one_ended(decoder: Decoder) -> None:
+    talk = [{"role": "user", "content": "Hello world, how are you today?"}]
+    with serving(decoder) as server:
+        first = chat(server.client(), messages=talk)
+        talk.append({"role": "assistant", "content": first.choices[0].message.content})
+        talk.append({"role": "user", "content": "And?"})
+        second = chat(server.client(), messages=talk, stream=True, stream_options={"include_usage": True})
+        usage = [chunk.usage for chunk in second][-1]
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert first.usage.total_tokens - 2 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+
+
 def test_metrics_add_up(decoder: Decoder) -> None:
     with serving(decoder) as server:
         client = server.client()
