@@ -8,6 +8,7 @@ only move the parser along, others rewind it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import weakref
@@ -34,6 +35,12 @@ class Grammar:
         self.make = functools.partial(LLMatcher, _tokens(decoder), grammar)
         self.matcher: Any = self.make()
         self._check()
+
+    def another(self) -> Grammar:
+        """The same grammar with a parser of its own, for an answer that is written beside this one's."""
+        other = copy.copy(self)
+        other.matcher, other.read = self.make(), []
+        return other
 
     def _check(self) -> None:
         """A parser that has failed, at its limits for instance, allows nothing any more: say so, and start anew."""

@@ -28,6 +28,10 @@ FEATURE_TOKENS = 8
 RULES = {"block": block, "token": token_level}
 
 
+class TargetFailure(DraftsmithError):
+    """The target's weights or precision are at fault, not what was asked."""
+
+
 def check_request(prompt: Sequence[int], params: SamplingParams, target: Runner) -> None:
     """Raise `DraftsmithError` for a prompt that does not fit the target, or for options that name tokens it does not
     have."""
@@ -223,7 +227,7 @@ class Generation:
         """What is sampled from, for the rows after the text and after each node."""
         position = len(self.tokens)
         if not bool(torch.isfinite(logits_RV.sum())):
-            raise DraftsmithError(f"the target's logits are not finite at position {position} "
+            raise TargetFailure(f"the target's logits are not finite at position {position} "
                                   f"({self.emitted} tokens emitted): the weights or the precision are at fault")
         if any(self.processors.active(position + i) for i in range(len(logits_RV))):
             logits_RV = self._adjust(logits_RV, draft)

@@ -24,7 +24,7 @@ from draftsmith.distill.variants import DraftShape, Variant
 from .costs import MAX_DRAFT, PROBE_CONTEXT, Costs
 from .meter import PerplexityMeter
 
-MAX_WIDTH = 8
+MAX_WIDTH, LONGEST_NAME = 8, 300
 KNOWN = ("ar", "fixed(4)", "mtv(2,2,1,1)", "lookup(4)", "hybrid(4)", "paper", "goodput")
 
 
@@ -289,6 +289,8 @@ def make_policy(name: str | None, context: PolicyContext) -> Policy:
     from .paper import Paper, PaperSettings
 
     name = context.default if name is None else name
+    if len(name) > LONGEST_NAME:
+        raise DraftsmithError(f"a policy's name of {len(name)} characters; {LONGEST_NAME} are enough")
     if set_apart := re.fullmatch(r"(paper|goodput)\((.*)\)", name):
         settings = _settings(name, set_apart[2])
         with_gate = settings.pop("gate", 1)

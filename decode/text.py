@@ -55,7 +55,8 @@ class TextStream:
         replacement character), and what could still turn into a stop string."""
         unfinished = min(3, len(self.text) - len(self.text.rstrip(REPLACEMENT)))
         body = self.text[: len(self.text) - unfinished]
-        starts = (n for stop in self.stop for n in range(1, len(stop)) if body.endswith(stop[:n]))
+        starts = (n for stop in self.stop for n in range(1, min(len(stop), len(body) + 1))
+                  if body.endswith(stop[:n]))
         return unfinished + max(starts, default=0)
 
     def _release(self, hold: int) -> str:

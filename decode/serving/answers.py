@@ -25,16 +25,33 @@ def _byte_letters() -> dict[str, int]:
     return letters | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """The bytes of a token's text, half a character's included."""
-    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-    if "\ufffd" not in text:
-        return text.encode()
-    piece = str(tokenizer.convert_ids_to_tokens(token))
-    if found := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
-        return bytes([int(found[1], 16)])
-    letters = _byte_letters()
-    return bytes(letters[c] for c in piece) if all(c in letters for c in piece) else text.encode()
+class TokenTexts:
+    """The text of single tokens, as bytes: half a character's too, and with the space that a word begins with."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.known = tokenizer, dict[int, bytes]()
+        anchor = tokenizer("a", add_special_tokens=False).input_ids
+        self.anchor: list[int] = list(anchor[-1:])
+        self.before = self._decode(self.anchor)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def __call__(self, token: int) -> bytes:
+        if token not in self.known:
+            self.known[token] = self._bytes(token)
+        return self.known[token]
+
+    def _bytes(self, token: int) -> bytes:
+        text = self._decode([*self.anchor, token])  # alone, tokenizers of one kind drop a leading space
+        text = text[len(self.before) :] if text.startswith(self.before) else self._decode([token])
+        if "\ufffd" not in text:
+            return text.encode()
+        piece = str(self.tokenizer.convert_ids_to_tokens(token))
+        if found := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+            return bytes([int(found[1], 16)])
+        letters = _byte_letters()
+        return bytes(letters[c] for c in piece) if all(c in letters for c in piece) else text.encode()
 
 
 @dataclass
@@ -55,11 +72,11 @@ class Answer:
 class Scribe:
     """Writes the answers to one request, whole or in chunks."""
 
-    def __init__(self, model: str, tokenizer: Any, chat: bool, logprobs: int | None, provenance: bool,
+    def __init__(self, model: str, texts: TokenTexts, chat: bool, logprobs: int | None, provenance: bool,
                  alphas: dict[str, float], choices: int = 1, echo: list[str] | None = None) -> None:
         """`alphas`: by variant. `choices`: answers to each prompt. `echo`: for each of them a text to begin with."""
         self.choices = choices
-        self.model, self.tokenizer, self.chat, self.logprobs = model, tokenizer, chat, logprobs
+        self.model, self.texts, self.chat, self.logprobs = model, texts, chat, logprobs
         self.provenance, self.alphas, self.echo = provenance, alphas, echo
         self.id = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
         self.created = int(time.time())
@@ -123,11 +140,11 @@ class Scribe:
                 "text_offset": offsets}
 
     def _named(self, token: int, logprob: float | None) -> Json:
-        raw = token_bytes(self.tokenizer, token)
+        raw = self.texts(token)
         return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
     def _text(self, token: int) -> str:
-        return token_bytes(self.tokenizer, token).decode(errors="replace")
+        return self.texts(token).decode(errors="replace")
 
     def _provenance(self, pieces: list[tuple[Token, str]], stats: Stats | None) -> Json:
         tokens = [{"id": token.id, "text": text, "source": token.source, "variant": token.variant, "p": token.p,

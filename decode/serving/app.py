@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import copy
 import json
-import logging
 import threading
 import time
-import traceback
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,16 @@ from fastapi.staticfiles import StaticFiles
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from ..decoder import Decoder
+from ..loop import TargetFailure
 from ..policies import KNOWN
 from ..sampling import SamplingParams
-from .answers import Answer, Scribe
+from .answers import Answer, Scribe, TokenTexts
 from .engine import Closing, Engine, Event, QueueFull
 from .guard import Guard, described, problem
 from .protocol import Chat, Completion
 
-log = logging.getLogger("draftsmith.serving")
 PAGE = Path(__file__).parent / "playground"
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -50,13 +47,14 @@ class Failed(Exception):
 
 
 class Service:
-    """What the routes share: the engine, the name that clients call the model by, and a tokenizer of its own, since
-    the engine's thread uses the decoder's."""
+    """What the routes share: the engine, the name that clients call the model by, and tokenizers of its own, since
+    encoding changes a tokenizer's settings, and the engine's thread uses the decoder's."""
 
     def __init__(self, engine: Engine, name: str, policy: str | None) -> None:
         self.engine, self.name, self.policy = engine, name, policy
         self.decoder: Decoder = engine.decoder
         self.tokenizer, self.lock = copy.deepcopy(self.decoder.tokenizer), threading.Lock()
+        self.texts = TokenTexts(copy.deepcopy(self.decoder.tokenizer))
         self.started = int(time.time())
         shape = self.decoder.context.shape
         self.alphas = {} if shape is None else {
@@ -75,23 +73,20 @@ class Service:
     def prepare(self, asked: Completion | Chat) -> tuple[list[list[int]], list[SamplingParams], Scribe]:
         """Token ids, parameters of the answers to each prompt, and who writes the response. Raises `DraftsmithError`
         for what cannot be answered."""
-        chat = isinstance(asked, Chat)
-        with self.lock:  # tokenizers are not made for several threads
+        echo: list[str] | None = None
+        with self.lock:
             if isinstance(asked, Chat):
-                prompts, echo = [asked.prompt_ids(self.tokenizer)], None
+                prompts = [asked.prompt_ids(self.tokenizer)]
             else:
                 prompts = [self._ids(prompt) for prompt in asked.prompts()]
-                echo = [self._text(prompt) for prompt in asked.prompts() for _ in range(asked.choices)]
-                echo = echo if asked.echo else None
-        policy = asked.policy or self.policy
-        grammars = asked.grammars(self.decoder) if isinstance(asked, Chat) else []
-        params = asked.params(self.engine.context - max(map(len, prompts)), grammars)
-        if (number := len(prompts) * len(params)) > (most := self.engine.slots + self.engine.queue):
-            raise DraftsmithError(f"{number} answers are asked for, and this server takes {most} at a time")
+                if asked.echo:
+                    echo = [text for text in map(self._text, asked.prompts()) for _ in range(asked.n)]
+        room, policy = self.engine.context - max(map(len, prompts)), asked.policy or self.policy
         for prompt in prompts:
-            self.engine.check(prompt, params[0], policy)
-        return prompts, params, Scribe(self.name, self.tokenizer, chat, asked.alternatives, asked.provenance,
-                                       self.alphas, asked.choices, echo)
+            self.engine.check(prompt, asked.params(room, [])[0], policy)
+        params = asked.params(room, asked.grammars(self.decoder) if isinstance(asked, Chat) else [])
+        return prompts, params, Scribe(self.name, self.texts, isinstance(asked, Chat), asked.alternatives,
+                                       asked.provenance, self.alphas, asked.n, echo)
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -105,6 +100,10 @@ class Service:
         if asked.model != self.name:
             return problem(404, f"the model '{asked.model}' does not exist; this server has '{self.name}'",
                            "model_not_found", "model")
+        number = asked.n * (1 if isinstance(asked, Chat) else len(asked.prompts()))
+        if number > (most := self.engine.slots + self.engine.queue):
+            raise DraftsmithError(f"{number} answers are asked for, and this server takes {most} at a time")
+        self.engine.require_room(number)  # before any work is done for it
         prompts, params, scribe = await run_in_threadpool(self.prepare, asked)
         events = self.follow(request, prompts, params, asked.policy or self.policy)
         read = sum(map(len, prompts))
@@ -113,7 +112,8 @@ class Service:
             async with contextlib.aclosing(events):
                 async for event in events:
                     answers.setdefault(event.index, Answer()).take(event)
-            return JSONResponse(scribe.whole(answers, read))
+            return Response(await run_in_threadpool(lambda: json.dumps(scribe.whole(answers, read))),
+                            media_type="application/json")
         first = await anext(events)  # what fails before it has a status of its own
         with_usage = asked.stream_options is not None and asked.stream_options.include_usage
         return StreamingResponse(stream(events, first, scribe, read if with_usage else None),
@@ -156,7 +156,7 @@ async def stream(events: AsyncGenerator[Event, None], first: Event, scribe: Scri
                  read: int | None) -> AsyncIterator[str]:
     """Server-sent events; `read`: tokens of the prompts, where a last chunk is to report usage."""
     def sent(value: Any) -> str:
-        return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+        return f"data: {json.dumps(value)}\n\n"  # in ASCII: some readers take other characters for ends of lines
 
     answers: dict[int, Answer] = {}
     async with contextlib.aclosing(events):
@@ -177,21 +177,19 @@ async def stream(events: AsyncGenerator[Event, None], first: Event, scribe: Scri
 
 
 def of_failure(error: BaseException | None) -> tuple[int, str]:
-    """Status and message; nothing of a program's insides."""
+    """Status and message; nothing of a program's insides, which the engine has logged."""
     if isinstance(error, Closing):
         return 503, str(error)
-    if isinstance(error, DraftsmithError):
-        return 500, str(error)
-    # As text: a handler that keeps records would keep the frames, and with them caches.
-    log.error("an answer failed\n%s", "".join(traceback.format_exception(error)))
+    if isinstance(error, DraftsmithError):  # a grammar that cannot be followed, say; to try again does not help
+        return 500 if isinstance(error, TargetFailure) else 400, str(error)
     return 500, "the server failed to write this answer; its log says why"
 
 
 def create_app(engine: Engine, name: str, policy: str | None = None, api_key: str | None = None,
-               max_body: int = 4 << 20, origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("*",)) -> FastAPI:
+               max_body: int = 4 << 20, origins: tuple[str, ...] = (), hosts: frozenset[str] | None = None) -> FastAPI:
     """`name`: what clients call the model. `policy`: of requests that name none. `max_body`: bytes. `origins`: pages of
-    other hosts that may call; `hosts`: names that this one may be called by. The engine is closed when the
-    application ends."""
+    other hosts that may call; `hosts`: names that this one may be called by, None for any. The engine is closed when
+    the application ends."""
     service = Service(engine, name, policy)
 
     @contextlib.asynccontextmanager
@@ -201,10 +199,9 @@ def create_app(engine: Engine, name: str, policy: str | None = None, api_key: st
 
     # The pages that FastAPI makes load scripts from elsewhere; /openapi.json stays.
     app = FastAPI(title="Draftsmith", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, api_key=api_key, max_body=max_body)
+    app.add_middleware(Guard, api_key=api_key, max_body=max_body, hosts=hosts)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     _add_routes(app, service)
     _add_handlers(app)
     return app
@@ -235,13 +232,13 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse(service.describe())
 
     @app.get("/health")
-    def health() -> Response:
+    async def health() -> Response:
         status = {"status": "ok" if engine.alive else "stopping", "model": service.name,
                   "running": len(engine.running), "waiting": len(engine.waiting), "slots": engine.slots}
         return JSONResponse(status, 200 if engine.alive else 503)
 
     @app.get("/metrics")
-    def metrics() -> Response:
+    async def metrics() -> Response:
         return Response(engine.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/", include_in_schema=False)
@@ -255,7 +252,7 @@ def _add_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         found = error.errors()[0]
-        place = ".".join(str(part) for part in found["loc"][1:])
+        place = ".".join(str(part) for part in found["loc"][1:]) if found["type"] != "json_invalid" else ""
         message = found["msg"].removeprefix("Value error, ")
         return problem(400, f"{place}: {message}" if place else message, param=place or None)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +22,9 @@ from ..stats import Stats, Token
 from ..transcript import Chunk
 from .metrics import Metrics
 
+log = logging.getLogger("draftsmith.serving")
 USUAL_CONTEXT = 4096
+RETRY = 1.0  # seconds before caches that could not be made are tried for again
 
 
 class QueueFull(DraftsmithError):
@@ -76,10 +81,11 @@ class Engine:
         self._check_memory()
         self.metrics = metrics or Metrics()
         self.metrics.slots.set(slots)
-        self.batch = self._new_batch()
+        self.batch: Batch | None = self._new_batch()
         self.changed = threading.Condition()  # guards what follows
         self.waiting: deque[Job] = deque()
         self.running: dict[Request, Job] = {}
+        self.ending: Job | None = None  # taken from the running ones, its last event not yet delivered
         self.unwanted: list[Job] = []
         self.closing = False
         self.thread = threading.Thread(target=self._supervise, name="draftsmith-engine", daemon=True)
@@ -107,6 +113,15 @@ class Engine:
             raise DraftsmithError(f"this server's context is {self.context} tokens, and {len(prompt)} of prompt and "
                                   f"{params.max_tokens} to complete (max_tokens) are more")
 
+    def require_room(self, number: int) -> None:
+        """Raise `QueueFull` where so many answers more cannot even wait, and `Closing` once the engine is to stop."""
+        if not self.alive:
+            raise Closing("the server is stopping")
+        if len(self.running) + len(self.waiting) + number > self.slots + self.queue:
+            self.metrics.refused.inc()
+            raise QueueFull(f"the queue is full: {len(self.running)} answers are being written and "
+                            f"{len(self.waiting)} wait; try again later")
+
     def submit(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], policy: str | None,
                deliver: Callable[[Event], None]) -> list[Job]:
         """Ask for as many answers to each prompt as there are `params`, all of them or none; events number them, those
@@ -117,13 +132,7 @@ class Engine:
         jobs = [Job(i * len(params) + choice, self.decoder.request(prompt, p, policy, choice, group=prompt), deliver)
                 for i, prompt in enumerate(prompts) for choice, p in enumerate(params)]
         with self.changed:
-            if not self.alive:
-                raise Closing("the server is stopping")
-            room = self.slots + self.queue - len(self.running) - len(self.waiting)
-            if len(jobs) > room:
-                self.metrics.refused.inc()
-                raise QueueFull(f"the queue is full: {len(self.running)} answers are being written and "
-                                f"{len(self.waiting)} wait; try again later")
+            self.require_room(len(jobs))
             self.waiting.extend(jobs)
             self._count()
             self.changed.notify()
@@ -153,43 +162,47 @@ class Engine:
         self.metrics.running.set(len(self.running))
 
     def _supervise(self) -> None:
-        while not self.closing:
-            try:
-                self._work()
-            except BaseException as error:  # SystemExit in this thread ends nothing but its work
-                self.metrics.restarts.inc()
-                self._abandon(error)
-        with self.changed:
-            left = [*self.waiting, *self.running.values()]
-            self.waiting.clear()
-        self._fail(left, Closing("the server is stopping"))
+        try:
+            while not self.closing:
+                try:
+                    self.batch = self.batch or self._new_batch()
+                    self._work(self.batch)
+                except BaseException as error:  # SystemExit in this thread ends nothing but its work
+                    self._abandon(error)
+        finally:
+            self.closing = True
+            with self.changed:
+                left = [*self.waiting, *self._under_way()]
+                self.waiting.clear()
+            self._fail(left, Closing("the server is stopping"))
 
-    def _work(self) -> None:
+    def _work(self, batch: Batch) -> None:
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.closing or self.waiting or self.running)
                 if self.closing:
                     return
-                self._drop_unwanted()
-                self._admit()
+                self._drop_unwanted(batch)
+                self._admit(batch)
             with self.metrics.round_seconds.time():
-                news = self.batch.step()
+                news = batch.step()
             for request, chunk in news:
                 self._tell(request, chunk)
 
-    def _drop_unwanted(self) -> None:
+    def _drop_unwanted(self, batch: Batch) -> None:
         for job in self.unwanted:
             if self.running.pop(job.request, None):
-                self.batch.cancel(job.request)
+                batch.cancel(job.request)
                 self.metrics.requests.labels("cancelled").inc()
         self.unwanted.clear()
         self._count()
 
-    def _admit(self) -> None:
+    def _admit(self, batch: Batch) -> None:
         while self.waiting and len(self.running) < self.slots:
-            job = self.waiting.popleft()
-            self.running[job.request] = job
-            self.batch.submit(job.request)
+            job = self.waiting[0]
+            self.running[job.request] = job  # never in neither, whatever happens here
+            self.waiting.popleft()
+            batch.submit(job.request)
         self._count()
 
     def _tell(self, request: Request, chunk: Chunk | None) -> None:
@@ -215,24 +228,42 @@ class Engine:
 
     def _end(self, job: Job, event: Event) -> None:
         with self.changed:
+            self.ending = job
             self.running.pop(job.request, None)
             self._count()
         if event.stats is not None:
             self.metrics.finished(event.stats)
         self.metrics.requests.labels(event.finish_reason or "error").inc()
         self._deliver(job, event)
+        self.ending = None
 
     def _fail(self, jobs: Sequence[Job], error: BaseException) -> None:
+        if not isinstance(error, DraftsmithError):
+            log.error("an answer failed\n%s", "".join(traceback.format_exception(error)))
+        # Its frames hold activations and caches.
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = error.__context__ = error.__cause__ = None
         for job in jobs:
             self._end(job, Event(job.index, error=error))
 
+    def _under_way(self) -> list[Job]:
+        return [*self.running.values(), *([self.ending] if self.ending else [])]
+
     def _abandon(self, error: BaseException) -> None:
-        """End what was running, of which nothing is known any more, and start with empty slots."""
+        """End what was running, of which nothing is known any more; the slots are made anew. Where that fails, too, end
+        what waits."""
+        self.metrics.restarts.inc()
         with self.changed:
-            lost = list(self.running.values())
+            lost = self._under_way()
+            if self.batch is None:
+                lost += self.waiting
+            self.waiting = deque(job for job in self.waiting if job not in lost)
             self.unwanted.clear()
+        log.error("the engine failed: %d answers end, and it starts anew", len(lost))
         self._fail(lost, error)
         for job in lost:
             if job.request.answer is not None:
                 job.request.answer.generation.close()  # its caches, whoever still holds the request
-        self.batch = self._new_batch()
+        if self.batch is None:
+            time.sleep(RETRY)
+        self.batch = None

@@ -6,6 +6,7 @@ Fields and meanings are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `min_t
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from draftsmith.data import DraftsmithError
@@ -17,16 +18,18 @@ from ..grammar import Grammar, json_schema
 from ..sampling import LEAST_TEMPERATURE, SamplingParams
 
 MAX_CHOICES, MAX_STOPS, MAX_LOGPROBS = 128, 16, 20
+LONGEST_STOP = 1000  # characters
 SEED = 2**63 - 1
 
 # What clients may say of a request that changes nothing in the answer.
 NOTES = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
-# OpenAI's, but not here: accepted only where they ask for nothing.
+# OpenAI's, but not here: accepted only where they ask for nothing that is not done anyway.
 ABSENT = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities", "prediction", "suffix",
           "web_search_options", "reasoning_effort", "verbosity")
+NOTHING: tuple[Any, ...] = ([], {}, "", "none", "auto", ["text"])
 
 Tokens = list[Annotated[int, Field(ge=0)]]
-Stop = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 
 class Model(BaseModel):
@@ -42,15 +45,15 @@ class Asked(Model):
 
     model: str
     max_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = Field(1.0, ge=0.0, le=2.0, description=f"0 is greedy; else from {LEAST_TEMPERATURE}")
-    top_p: float | None = Field(1.0, gt=0.0, le=1.0)
-    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    temperature: float = Field(1.0, ge=0.0, le=2.0, description=f"0 is greedy; else from {LEAST_TEMPERATURE}")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-SEED, le=SEED)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    presence_penalty: float | None = Field(0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float | None = Field(0.0, ge=-2.0, le=2.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
-    stream: bool | None = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
     top_k: int = Field(0, ge=-1, description="0 or -1: off")
     min_p: float = Field(0.0, ge=0.0, le=1.0)
@@ -66,8 +69,13 @@ class Asked(Model):
     def _only_known(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("a text holds half of a surrogate pair, which is no character") from error
         known = set(cls.model_fields)
-        asked = {k: v for k, v in value.items() if k not in NOTES and not (k in ABSENT and v in (None, [], {}))}
+        asked = {k: v for k, v in value.items()
+                 if v is not None and k not in NOTES and not (k in ABSENT and v in NOTHING)}
         for key in asked.keys() - known:
             if key in ABSENT:
                 raise ValueError(f"'{key}' is not supported by this server")
@@ -79,10 +87,6 @@ class Asked(Model):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
         return self
-
-    @property
-    def choices(self) -> int:
-        return self.n or 1
 
     @property
     def alternatives(self) -> int | None:
@@ -97,14 +101,14 @@ class Asked(Model):
         """For each answer. Raises `DraftsmithError` for values that do not go together."""
         def one(grammar: Grammar | None) -> SamplingParams:
             return SamplingParams(
-                max_tokens=self.limit(room), temperature=1.0 if self.temperature is None else self.temperature,
-                top_p=1.0 if self.top_p is None else self.top_p, top_k=max(0, self.top_k), min_p=self.min_p,
+                max_tokens=self.limit(room), temperature=self.temperature, top_p=self.top_p,
+                top_k=max(0, self.top_k), min_p=self.min_p,
                 seed=self.seed, stop=self.stop or (), stop_token_ids=self.stop_token_ids, ignore_eos=self.ignore_eos,
                 min_tokens=self.min_tokens, repetition_penalty=self.repetition_penalty,
-                presence_penalty=self.presence_penalty or 0.0, frequency_penalty=self.frequency_penalty or 0.0,
+                presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
                 logit_bias=self.logit_bias or {},  # type: ignore[arg-type]
                 logprobs=self.alternatives, logits_processors=(grammar,) if grammar else ())
-        return [one(grammars[i] if grammars else None) for i in range(self.choices)]
+        return [one(grammars[i] if grammars else None) for i in range(self.n)]
 
 
 class Completion(Asked):
@@ -112,12 +116,12 @@ class Completion(Asked):
 
     prompt: str | Tokens | list[str] | list[Tokens]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = False
+    echo: bool = False
     best_of: int | None = None
 
     @model_validator(mode="after")
     def _goes_together(self) -> Completion:
-        if self.best_of not in (None, self.choices):
+        if self.best_of not in (None, self.n):
             raise ValueError("best_of is not supported: it may only equal n")
         if self.echo and self.logprobs is not None:
             raise ValueError("echo is not supported together with logprobs")
@@ -148,7 +152,14 @@ class Message(Model):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part] | None = None
     name: str | None = None
-    refusal: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, value: Any) -> Any:
+        """Answers come back with fields that say nothing: refusal, annotations, tool_calls, ..."""
+        if not isinstance(value, dict):
+            return value
+        return {k: v for k, v in value.items() if k in cls.model_fields or v not in (None, [])}
 
     def plain(self) -> dict[str, str]:
         """As chat templates expect it."""
@@ -185,7 +196,7 @@ class Chat(Asked):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=0)
-    logprobs: bool | None = False
+    logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
 
@@ -209,7 +220,10 @@ class Chat(Asked):
     def grammars(self, decoder: Decoder) -> list[Grammar]:
         """One for each answer, since a parser follows one text. Raises `DraftsmithError` for a schema that is none."""
         schema = self.response_format.schema_of_answer() if self.response_format else None
-        return [json_schema(schema, decoder) for _ in range(self.choices)] if schema is not None else []
+        if schema is None:
+            return []
+        first = json_schema(schema, decoder)
+        return [first, *(first.another() for _ in range(self.n - 1))]
 
     def prompt_ids(self, tokenizer: Any) -> list[int]:
         """Raises `DraftsmithError` where the target has no chat template, or its template refuses the messages."""

@@ -10,8 +10,9 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import assemble
+from conftest import END, assemble, make_tokenizer
 from draftsmith.decode import Decoder, SamplingParams
+from draftsmith.decode.serving.answers import TokenTexts
 from prometheus_client.parser import text_string_to_metric_families
 from serving import NAME, Server, serving
 
@@ -187,6 +188,10 @@ def test_the_model_says_what_it_can_do(client: openai.OpenAI) -> None:
         ({"best_of": 3}, openai.BadRequestError, "best_of"),
         ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "needs stream"),
         ({"stop": [""]}, openai.BadRequestError, "stop"),
+        ({"stop": "x" * 2000}, openai.BadRequestError, "stop"),
+        ({"prompt": ["x"] * 100}, openai.BadRequestError, "100 answers are asked for"),
+        ({"extra_body": {"policy": f"fixed({'9' * 5000})"}}, openai.BadRequestError, "a policy's name of 5007"),
+        ({"extra_body": {"policy": f"fixed({'9' * 200})"}}, openai.BadRequestError, "needs k from 1 to 16"),
     ],
 )
 def test_a_mistake_is_named(client: openai.OpenAI, options: dict[str, Any], error: type[openai.APIStatusError],
@@ -216,9 +221,34 @@ def test_a_mistake_in_a_chat_is_named(client: openai.OpenAI, options: dict[str, 
 
 
 def test_what_changes_nothing_is_accepted(client: openai.OpenAI) -> None:
-    body = {"metadata": {"a": "b"}, "store": False, "tools": [], "tool_choice": None}
+    body = {"metadata": {"a": "b"}, "store": False, "tools": [], "tool_choice": None, "top_k": None, "top_p": None,
+            "modalities": ["text"]}
     texts = {chat(client, **more).choices[0].message.content for more in ({"user": "me", "extra_body": body}, {})}
     assert len(texts) == 1
+
+
+def test_an_answer_goes_back_as_it_came(client: openai.OpenAI) -> None:
+    """With all the fields that say nothing, as people append it to a conversation."""
+    message = chat(client).choices[0].message
+    for form in (message, message.model_dump()):
+        assert chat(client, messages=[*MESSAGES, form, *MESSAGES]).choices[0].message.content
+
+
+def test_the_text_of_a_token_is_what_it_adds_to_a_text() -> None:
+    """Also where a tokenizer drops the space that a text begins with, and where a token is half a character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = {"<unk>": 0, "a": 1, "\u2581": 2, "\u2581world": 3, "<0xE2>": 4}
+    inner = Tokenizer(models.BPE(vocab=pieces, merges=[], unk_token="<unk>", byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>"))
+    assert [texts(i) for i in (1, 2, 3, 4)] == [b"a", b" ", b" world", b"\xe2"]
+    byte_level = TokenTexts(make_tokenizer())
+    text = "na\u00efve \u20ac"
+    assert b"".join(byte_level(i) for i in make_tokenizer()(text).input_ids).decode() == text
+    assert byte_level(END) == b"<|end|>"
 
 
 def test_the_next_turn_is_read_from_where_the_last_one_ended(decoder: Decoder) -> None:
