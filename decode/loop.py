@@ -91,14 +91,20 @@ class Generation:
         return min(self.prompt_length, METER_ROWS + 1) if self._metered else 1
 
     @torch.no_grad()
+    def read(self, known: int, count: int) -> None:
+        """Read a piece of the prompt, of which the cache holds `known` positions; `prefill` reads the last one."""
+        self.laps.start()
+        self.target.forward(self._ids(self.tokens[known : known + count]), self.cache, 1, self._place)
+        synchronise(self.target.device)
+        self.stats.target_seconds += self.laps.lap("target")
+
+    @torch.no_grad()
     def prefill(self, share: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
                 known: int = 0) -> list[Token]:
         """Read the prompt; the first token. `share` is given the target's rows, for `begin` of another request with
         the same prompt. `known`: positions that the cache holds already, all but `prompt_rows` at most."""
         self.laps.start()
-        self.stats.cached_tokens = known
-        slots = range(self.slot, self.slot + 1) if self.shared else None
-        hidden, logits = self.target.forward(self._ids(self.tokens[known:]), self.cache, self.prompt_rows, slots)
+        hidden, logits = self.target.forward(self._ids(self.tokens[known:]), self.cache, self.prompt_rows, self._place)
         if share is not None:
             share(hidden[0], logits[0])
         return self.begin(hidden[0], logits[0])
@@ -365,6 +371,11 @@ class Generation:
     @property
     def _metered(self) -> bool:
         return self.policy.wants_perplexity and self.proposer is not None
+
+    @property
+    def _place(self) -> range | None:
+        """Of this request in a cache of several."""
+        return range(self.slot, self.slot + 1) if self.shared else None
 
     def _ids(self, tokens: list[int]) -> torch.Tensor:
         return torch.tensor([tokens], device=self.target.device)

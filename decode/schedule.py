@@ -22,6 +22,8 @@ from .runner import Runner
 from .stats import Token
 from .transcript import Chunk, Transcript
 
+PIECE = 256  # tokens of a prompt that are read in one pass
+
 # (cache, slot) -> the loop of a request whose keys and values lie there
 Start = Callable[[Any, int], Generation]
 
@@ -61,7 +63,7 @@ class Batch:
     """Runs requests in up to `slots` slots of `capacity` positions each.
 
     What a slot has read stays in it: a prompt that begins as an earlier text did (the next turn of a conversation, the
-    same instructions) is read from there on. A target that runs one request at a time (`Runner.max_batch`) gives each
+    same instructions) is read from there on, and a long one in pieces, between which others write. A target that runs one request at a time (`Runner.max_batch`) gives each
     request a cache and passes of its own. An exception of one request, a caller's logits processor's for instance,
     ends that request alone.
     """
@@ -73,6 +75,7 @@ class Batch:
         self.slots: list[Request | None] = [None] * slots
         self.held: list[list[int]] = [[] for _ in range(slots)]  # the tokens that lie in a slot which is free
         self.freed, self.clock = [0] * slots, 0  # when each was
+        self.reading: dict[int, int] = {}  # slots whose prompts are not read yet -> positions that are
         self.waiting: deque[Request] = deque()
 
     def submit(self, request: Request) -> None:
@@ -91,11 +94,13 @@ class Batch:
 
     @torch.no_grad()
     def step(self) -> list[News]:
-        """Start what there is room for, then one round of all; what came of it, None for a request that failed or was
-        asked for no token."""
+        """Start what there is room for, read some of its prompts, then one round of all that are read; what came of it,
+        None for a request that failed or was asked for no token."""
         news: list[News] = []
         self._fill(news)
-        active = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
+        self._read(news)
+        active = [(slot, request) for slot, request in enumerate(self.slots)
+                  if request is not None and slot not in self.reading]
         if self.shared:
             self._round(active, news)
         else:
@@ -109,7 +114,6 @@ class Batch:
         for slot, request in enumerate(self.slots):
             if request is not None and request.done:
                 self._free(slot, request)
-                self.slots[slot] = None
 
     def _free(self, slot: int, request: Request) -> None:
         """Let go of a request, but remember what its slot has read; of one that failed nothing is known."""
@@ -122,6 +126,8 @@ class Batch:
         self.clock += 1
         self.freed[slot] = self.clock
         generation.close()
+        self.slots[slot] = None
+        self.reading.pop(slot, None)
 
     def _try(self, request: Request, news: list[News], work: Callable[[], list[Token]]) -> None:
         """Take what a request's work gives."""
@@ -133,8 +139,7 @@ class Batch:
             news.append((request, None))
 
     def _fill(self, news: list[News]) -> None:
-        """Read prompts into the free slots."""
-        read: dict[int, _Read] = {}
+        """Give requests the free slots."""
         while self.waiting and (free := [slot for slot, taken in enumerate(self.slots) if taken is None]):
             request = self.waiting.popleft()
             # The slot that holds most of the prompt; of several, the one that was not used for the longest time.
@@ -153,39 +158,72 @@ class Batch:
                 generation.close()
                 news.append((request, None))
                 continue
-            self._try(request, news, partial(self._prefill, generation, request, slot, read))
+            known = min(self._known(slot, request.prompt), generation.prompt_length - generation.prompt_rows)
+            if self.cache is not None:
+                self.cache.crop(known, slot)
+                self.held[slot] = []
+            generation.stats.cached_tokens = known
+            self.slots[slot], self.reading[slot] = request, known
+
+    def _read(self, news: list[News]) -> None:
+        """Read prompts, first come first, a piece or two a step: others need not wait for a long one."""
+        read: dict[int, _Read] = {}
+        left = PIECE
+        for slot in list(self.reading):
+            request = self.slots[slot]
+            assert request is not None
+            assert request.answer is not None
+            source = next((s for s in read if read[s].group is request.group is not None), None)
+            while slot in self.reading and not request.done:
+                if source is None and (left <= 0 or self._read_elsewhere(slot)):
+                    break
+                generation, known = request.answer.generation, self.reading[slot]
+                rest = generation.prompt_length - known
+                left -= min(PIECE, rest) if source is None else 0
+                if source is None and rest > PIECE:
+                    piece = min(PIECE, rest - generation.prompt_rows)
+                    try:
+                        generation.read(known, piece)
+                        self.reading[slot] += piece
+                    except Exception as error:
+                        request.error = error
+                        news.append((request, None))
+                else:
+                    self._try(request, news, partial(self._prefill, generation, request, slot, read, source))
+                    self.reading.pop(slot)
             if request.done:
                 self._free(slot, request)
-            else:
-                self.slots[slot] = request
+
+    def _read_elsewhere(self, slot: int) -> bool:
+        """Whether the same prompt is being read in a slot before this one."""
+        mine = self.slots[slot]
+        assert mine is not None
+        before = list(self.reading)[: list(self.reading).index(slot)]
+        return mine.group is not None and any(r is not None and r.group is mine.group
+                                              for r in (self.slots[s] for s in before))
 
     def _known(self, slot: int, prompt: Sequence[int]) -> int:
         """Tokens of a prompt that a free slot holds, where they are worth keeping."""
         shared = common_prefix(self.held[slot], prompt)
         return shared if worth_sharing(shared, len(prompt)) else 0
 
-    def _prefill(self, generation: Generation, request: Request, slot: int, read: dict[int, _Read]) -> list[Token]:
-        if self.cache is None:
-            return generation.prefill()
-        same = next((s for s, other in read.items() if other.group is request.group), None)
-        known = min(self._known(slot, request.prompt), generation.prompt_length - generation.prompt_rows)
-        self.held[slot] = []
-        if same is None or request.group is None:
-            self.cache.crop(known, slot)
-            read.pop(slot, None)  # overwritten from now on
+    def _prefill(self, generation: Generation, request: Request, slot: int, read: dict[int, _Read],
+                 source: int | None) -> list[Token]:
+        """The first token; from another slot's rows, where the same prompt has just been read there."""
+        if source is None or self.cache is None:
             return generation.prefill(lambda hidden, logits: read.update({slot: _Read(request.group, hidden, logits)}),
-                                      known)
-        self.cache.copy_prefix(same, slot, generation.prompt_length)
+                                      self.reading[slot])
+        self.cache.copy_prefix(source, slot, generation.prompt_length)
         generation.stats.cached_tokens = generation.prompt_length
-        read[slot] = read[same]
         generation.laps.start()
-        return generation.begin(read[same].hidden_RH, read[same].logits_RV)
+        return generation.begin(read[source].hidden_RH, read[source].logits_RV)
 
     def _round(self, active: list[tuple[int, Request]], news: list[News]) -> None:
         """One pass for the drafts of all."""
         assert self.cache is not None
         cache, drafts, where = self.cache, {}, self._span([slot for slot, _ in active])
-        room = min((cache.capacity - len(r.answer.generation.tokens) for _, r in active if r.answer), default=0)
+        ends = [len(r.answer.generation.tokens) for _, r in active if r.answer] + [n + 1 for n in self.reading.values()]
+        room = min((cache.capacity - end for end in ends), default=0)
         for slot, request in active:
             assert request.answer is not None
             try:

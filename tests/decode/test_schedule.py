@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import make_target_model, save_model
 from draftsmith.data import DraftsmithError
-from draftsmith.decode import Decoder, SamplingParams
+from draftsmith.decode import Decoder, SamplingParams, schedule
 from draftsmith.decode.loop import Generation
 from draftsmith.decode.policies import make_policy
 from draftsmith.decode.sampling import GumbelNoise
@@ -213,6 +213,71 @@ def test_idle_slots_keep_what_they_hold_while_others_run(decoder: Decoder) -> No
     again = turn(batch, decoder, [*long[:90], *decoder.prompt_ids("!")], "ar").answer.output
     assert again.stats.cached_tokens >= 90
     assert again.token_ids == decoder.generate([*long[:90], *decoder.prompt_ids("!")], options(), "ar").token_ids
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_prompt_is_read_in_pieces_while_others_write(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setattr(schedule, "PIECE", 40)
+    long = decoder.prompt_ids("Some instructions, " * 8)[:130]
+    batch = Batch(decoder.runner, decoder.tokenizer, 3, 300)
+    first = decoder.request(decoder.prompt_ids("Hello"), options(max_tokens=60), policy)
+    batch.submit(first)
+    batch.step()
+    second = decoder.request(long, options(), policy)
+    batch.submit(second)
+    before, steps = len(first.answer.output.token_ids), 0
+    while not second.answer or not second.answer.output.tokens:
+        batch.step()
+        steps += 1
+        assert len(first.answer.output.token_ids) >= before + steps
+    assert steps == 4
+    while batch.busy:
+        batch.step()
+    for request, prompt, n in ((first, decoder.prompt_ids("Hello"), 60), (second, long, 20)):
+        assert request.answer.output.token_ids == decoder.generate(prompt, options(max_tokens=n), policy).token_ids
+        assert request.answer.output.stats.drafted == decoder.generate(prompt, options(max_tokens=n), policy
+                                                                       ).stats.drafted or policy == "goodput"
+
+
+def test_several_answers_to_a_long_prompt_read_it_once(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is read in pieces, and where the answer that was to read it is cancelled half-way."""
+    monkeypatch.setattr(schedule, "PIECE", 40)
+    long, forward, read = decoder.prompt_ids("Some instructions, " * 8)[:130], decoder.runner.forward, []
+
+    def counted(ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        read.append(ids.shape[1])
+        return forward(ids, *rest, **more)
+
+    monkeypatch.setattr(decoder.runner, "forward", counted)
+    expected = [a.token_ids for a in decoder.generate_batch([long], options(temperature=1.0, seed=5, n=3), "ar", 3)[0]]
+    assert sum(n for n in read if n > 1) == 130
+    read.clear()
+    batch = Batch(decoder.runner, decoder.tokenizer, 3, 300)
+    requests = [decoder.request(long, options(temperature=1.0, seed=5), "ar", i, group=long) for i in range(3)]
+    for request in requests:
+        batch.submit(request)
+    batch.step()
+    batch.cancel(requests[0])
+    while batch.busy:
+        batch.step()
+    assert [r.answer.output.token_ids for r in requests[1:]] == expected[1:]
+    assert sum(n for n in read if n > 1) == 40 + 130  # the second could not know what the first had read
+
+
+def test_what_was_read_of_a_cancelled_prompt_is_kept(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "PIECE", 40)
+    long = decoder.prompt_ids("Some instructions, " * 8)[:130]
+    batch = Batch(decoder.runner, decoder.tokenizer, 2, 300)
+    request = decoder.request(long, options(), "ar")
+    batch.submit(request)
+    for _ in range(2):
+        batch.step()
+    batch.cancel(request)
+    assert not batch.busy
+    again = turn(batch, decoder, long, "ar").answer.output
+    assert again.stats.cached_tokens == 80
+    assert again.token_ids == decoder.generate(long, options(), "ar").token_ids
 
 
 def test_a_prompt_that_was_overwritten_is_not_copied(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
