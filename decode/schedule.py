@@ -63,9 +63,9 @@ class Batch:
     """Runs requests in up to `slots` slots of `capacity` positions each.
 
     What a slot has read stays in it: a prompt that begins as an earlier text did (the next turn of a conversation, the
-    same instructions) is read from there on, and a long one in pieces, between which others write. A target that runs one request at a time (`Runner.max_batch`) gives each
-    request a cache and passes of its own. An exception of one request, a caller's logits processor's for instance,
-    ends that request alone.
+    same instructions) is read from there on, and a long one in pieces, between which others write. A target that runs
+    one request at a time (`Runner.max_batch`) gives each request a cache and passes of its own. An exception of one
+    request, a caller's logits processor's for instance, ends that request alone.
     """
 
     def __init__(self, runner: Runner, tokenizer: Any, slots: int, capacity: int) -> None:
