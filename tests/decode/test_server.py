@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import END, assemble, make_tokenizer
+from conftest import END, assemble, make_tokenizer, save_target
 from draftsmith.decode import Decoder, SamplingParams
 from draftsmith.decode.serving.answers import TokenTexts
 from prometheus_client.parser import text_string_to_metric_families
@@ -261,6 +261,18 @@ def test_the_next_turn_is_read_from_where_the_last_one_ended(decoder: Decoder) -
         usage = [chunk.usage for chunk in second][-1]
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert first.usage.total_tokens - 2 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+
+
+@pytest.mark.parametrize("kind", ["lookup alone", "another model as the draft", "one request at a time"])
+def test_a_target_without_a_bundle_is_served_too(printable: Path, tmp_path: Path, kind: str) -> None:
+    """With every policy that the model says it has."""
+    target = save_target(tmp_path, family="gpt_neox") if kind == "one request at a time" else printable
+    decoder = Decoder.pair(str(target), str(printable) if kind == "another model as the draft" else None)
+    with serving(decoder, slots=2) as server:
+        policies = server.client().models.list().data[0].draftsmith["policies"]
+        assert ("fixed(4)" in policies) == (kind == "another model as the draft")
+        texts = {answer(server.client(), extra_body={"policy": policy}).choices[0].text for policy in policies}
+        assert texts == {decoder.generate(PROMPT, SamplingParams(max_tokens=20), "ar").text}
 
 
 def test_metrics_add_up(decoder: Decoder) -> None:
