@@ -11,7 +11,7 @@ from draftsmith.data import DraftsmithError
 from draftsmith.data.vocabulary import vocabulary
 
 from .bundle import MANIFEST, Bundle, load_bundle
-from .payoff import parameters_read
+from .flops import parameters_read
 from .stack import is_lean, sliding_window
 from .target import eos_ids_of, load_description, quiet, resolve
 

@@ -18,3 +18,9 @@ def layer_weights_of(config: Any, intermediate: int | None = None) -> float:
     heads, kv_heads, size = head_shape(config)
     neurons = intermediate or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return layer_weights(config.hidden_size, neurons, heads, kv_heads, size)
+
+
+def parameters_read(parameters: int, config: Any) -> int:
+    """Of all parameters those that a pass of one row reads: not an embedding that is not the head too."""
+    tied = getattr(config, "tie_word_embeddings", False)
+    return parameters - (0 if tied else config.vocab_size * config.hidden_size)

@@ -234,7 +234,7 @@ class Generation:
         position = len(self.tokens)
         if not bool(torch.isfinite(logits_RV.sum())):
             raise TargetFailure(f"the target's logits are not finite at position {position} "
-                                  f"({self.emitted} tokens emitted): the weights or the precision are at fault")
+                                f"({self.emitted} tokens emitted): the weights or the precision are at fault")
         if any(self.processors.active(position + i) for i in range(len(logits_RV))):
             logits_RV = self._adjust(logits_RV, draft)
         if self.params.greedy:

@@ -10,6 +10,7 @@ from draftsmith.data import DraftsmithError
 from draftsmith.distill.variants import DraftShape
 
 from .device import Engine
+from .flops import parameters_read
 from .stack import cache_bytes, is_lean
 from .target import Target
 
@@ -45,9 +46,9 @@ def target_bytes(target: Target) -> int:
 
 def pass_bytes(target: Target) -> int:
     """Weights that a pass of one row reads: everything but an embedding that is not the head too."""
-    engine, config = target.engine, target.config
-    table = 0 if getattr(config, "tie_word_embeddings", False) else config.vocab_size * config.hidden_size
-    return (target.weights().parameters - table) * (1 if engine.linear == "int8" else engine.dtype.itemsize)
+    engine = target.engine
+    read = parameters_read(target.weights().parameters, target.config)
+    return read * (1 if engine.linear == "int8" else engine.dtype.itemsize)
 
 
 def expected(target: Target, draft_config: Any = None, shape: DraftShape | None = None,

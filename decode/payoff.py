@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from draftsmith.distill.calibrate import break_even
 
@@ -29,9 +27,3 @@ def best_length(acceptance: float, step: float, verify: np.ndarray) -> tuple[int
 def lowest_break_even(step: float, verify: np.ndarray) -> tuple[float, int]:
     """The smallest acceptance at which some length earns what plain decoding does, and that length; 1 where none."""
     return min((break_even(step, verify, k), k) for k in LENGTHS)
-
-
-def parameters_read(parameters: int, config: Any) -> int:
-    """Of all parameters those that a pass of one row reads: not an embedding that is not the head too."""
-    tied = getattr(config, "tie_word_embeddings", False)
-    return parameters - (0 if tied else config.vocab_size * config.hidden_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftsmith.data import DraftsmithError
 
 from .decoder import Decoder
 from .evaluation.interleave import interleave, rate, rates
 from .evaluation.methods import OUTSIDE, Answer, Method, ours, outside
 from .evaluation.statistics import paired_ratio
 from .sampling import SamplingParams
-from .target import PRESETS
+from .target import PRESETS, preset_gguf
 
 
 def llama_cpp(gguf: Path, eos_ids: frozenset[int]) -> Method:
@@ -45,9 +47,8 @@ def references(decoder: Decoder, trust_remote_code: bool = False) -> dict[str, M
               "transformers-assisted": f"transformers assisted, our {decoder.draft.shape.layers}-layer draft"}
     found = {label: made[method] for method, label in labels.items()}
     if name.lower() in PRESETS and importlib.util.find_spec("llama_cpp") is not None:
-        spec = importlib.util.find_spec(PRESETS[name.lower()][0])
-        if spec is not None and spec.origin is not None:
-            file = next(Path(spec.origin).parent.glob("*.gguf"))
+        with contextlib.suppress(DraftsmithError):  # its package may have gone since it was converted
+            file = preset_gguf(name)
             found[f"llama.cpp {file.stem.rsplit('.', 1)[-1]}"] = llama_cpp(file, decoder.eos_ids)
     return found
 

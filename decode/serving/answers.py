@@ -85,8 +85,7 @@ class Scribe:
     def whole(self, answers: dict[int, Answer], prompt_tokens: int) -> Json:
         """The response to a request that does not stream."""
         choices = [self._choice(i, answer) for i, answer in sorted(answers.items())]
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": usage(answers, prompt_tokens, self.choices)}
+        return {**self._head(), "choices": choices, "usage": usage(answers, prompt_tokens, self.choices)}
 
     def chunk(self, event: Event) -> Json:
         """A piece of one choice."""
@@ -102,14 +101,14 @@ class Scribe:
             choice["draftsmith"] = self._provenance(event.pieces, event.stats)
             choice["draftsmith"]["round"] = event.round and self._round(event.round)
         self.begun[event.index] = before + len(text)
-        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [choice]}
+        return {**self._head(".chunk"), "choices": [choice]}
 
     def last(self, answers: dict[int, Answer], prompt_tokens: int) -> Json:
         """The chunk after all others, where usage was asked for."""
-        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [],
-                "usage": usage(answers, prompt_tokens, self.choices)}
+        return {**self._head(".chunk"), "choices": [], "usage": usage(answers, prompt_tokens, self.choices)}
 
-    def _head(self, kind: str) -> Json:
+    def _head(self, part: str = "") -> Json:
+        kind = f"chat.completion{part}" if self.chat else "text_completion"  # whose chunks are called no other
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _choice(self, index: int, answer: Answer) -> Json:
