@@ -13,7 +13,7 @@ from draftsmith.data.vocabulary import vocabulary
 from .bundle import MANIFEST, Bundle, load_bundle
 from .flops import parameters_read
 from .stack import is_lean, sliding_window
-from .target import eos_ids_of, load_description, quiet, resolve
+from .target import eos_ids_of, generation_defaults, load_description, quiet, resolve
 
 LEAN = "lean: chains and trees, many requests at a time"
 MODULE = "module: chains only, one request at a time"
@@ -99,16 +99,6 @@ def require_causal(name: str, role: str, config: Any) -> None:
         what = f"{config.model_type}, {', '.join(classes)}" if classes else config.model_type
         raise DraftsmithError(f"{role} '{name}' is no causal language model ({what}): an encoder, or an encoder with a "
                               "decoder, cannot be decoded speculatively here. Give a decoder-only model")
-
-
-def generation_defaults(folder: str) -> Any:
-    """A model's generation settings; None where it has none."""
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except (OSError, ValueError):
-        return None
 
 
 def cache_kind(config: Any, recurrent: bool) -> str:

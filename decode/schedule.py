@@ -173,34 +173,33 @@ class Batch:
             request = self.slots[slot]
             assert request is not None
             assert request.answer is not None
+            generation = request.answer.generation
             source = next((s for s in read if read[s].group is request.group is not None), None)
-            while slot in self.reading and not request.done:
-                if source is None and (left <= 0 or self._read_elsewhere(slot)):
-                    break
-                generation, known = request.answer.generation, self.reading[slot]
-                rest = generation.prompt_length - known
-                left -= min(PIECE, rest) if source is None else 0
-                if source is None and rest > PIECE:
-                    piece = min(PIECE, rest - generation.prompt_rows)
-                    try:
-                        generation.read(known, piece)
-                        self.reading[slot] += piece
-                    except Exception as error:
-                        request.error = error
-                        news.append((request, None))
-                else:
-                    self._try(request, news, partial(self._prefill, generation, request, slot, read, source))
-                    self.reading.pop(slot)
+            if source is None:
+                left -= self._read_pieces(slot, request, left, news)
+            if not request.done and (source is not None or left > 0):
+                left -= 0 if source is not None else generation.prompt_length - self.reading[slot]
+                self._try(request, news, partial(self._prefill, generation, request, slot, read, source))
+                self.reading.pop(slot)
             if request.done:
                 self._free(slot, request)
 
-    def _read_elsewhere(self, slot: int) -> bool:
-        """Whether the same prompt is being read in a slot before this one."""
-        mine = self.slots[slot]
-        assert mine is not None
-        before = list(self.reading)[: list(self.reading).index(slot)]
-        return mine.group is not None and any(r is not None and r.group is mine.group
-                                              for r in (self.slots[s] for s in before))
+    def _read_pieces(self, slot: int, request: Request, limit: int, news: list[News]) -> int:
+        """Read what is before a prompt's last piece, piece by piece, until `limit` tokens are used up; returns how many
+        were, a shortened piece counting as a whole one."""
+        assert request.answer is not None
+        generation, used = request.answer.generation, 0
+        while used < limit and (rest := generation.prompt_length - self.reading[slot]) > PIECE:
+            piece = min(PIECE, rest - generation.prompt_rows)
+            try:
+                generation.read(self.reading[slot], piece)
+            except Exception as error:
+                request.error = error
+                news.append((request, None))
+                break
+            self.reading[slot] += piece
+            used += PIECE
+        return used
 
     def _known(self, slot: int, prompt: Sequence[int]) -> int:
         """Tokens of a prompt that a free slot holds, where they are worth keeping."""

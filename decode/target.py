@@ -50,15 +50,9 @@ class Target:
     @classmethod
     def lazy(cls, name: str, folder: str, config: Any, tokenizer: Any, engine: Engine, weights: Weights) -> Target:
         """A target whose weights are read from a folder by name when they are needed."""
-        from transformers import GenerationConfig
-
         target = cls.__new__(cls)
         target._model, target._folder, target._weights = None, folder, weights
-        try:
-            defaults = GenerationConfig.from_pretrained(folder)
-        except OSError:  # a folder may come without one
-            defaults = None
-        target._describe(name, config, tokenizer, engine, defaults)
+        target._describe(name, config, tokenizer, engine, generation_defaults(folder))
         return target
 
     def _describe(self, name: str, config: Any, tokenizer: Any, engine: Engine, defaults: Any) -> None:
@@ -102,6 +96,16 @@ class Target:
     def fingerprint(self) -> dict[str, Any]:
         """What a bundle or a cache must match: tokenizer content, vocabulary size and configuration."""
         return fingerprint(self.config, self.tokenizer)
+
+
+def generation_defaults(folder: str) -> Any:
+    """A model's generation settings; None where it has none."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError):
+        return None
 
 
 def eos_ids_of(*sources: Any) -> frozenset[int]:
