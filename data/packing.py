@@ -89,7 +89,7 @@ def merge(documents: list[Document], shared: int) -> Document:
     """One document of several whose prompts have their first `shared` tokens in common.
 
     Each answer becomes a branch that starts with the rest of its own prompt, at least its last token: a
-    prompt of several answers has that rest once an answer, and its own teacher row in the first.
+    prompt of several answers has that rest once an answer, and its own teacher rows in the first.
     """
     if len(documents) == 1:
         return documents[0]
@@ -108,7 +108,7 @@ def merge(documents: list[Document], shared: int) -> Document:
             place = np.full(len(document.tokens), -1)  # where the document's tokens went
             place[own] = at + len(prompt) + np.arange(len(own))
             if answer == 1:
-                place[prompt] = at + np.arange(len(prompt))
+                place[:shared], place[prompt] = np.arange(shared), at + np.arange(len(prompt))
             new = place[document.row_token]
             here = new >= 0
             rows.append((new[here], document.top_ids[here], document.top_logp[here], document.tail[here]))

@@ -93,9 +93,9 @@ def cached_tokens(recipe: Recipe, tokenizer: Any) -> tuple[float, float]:
         mean = sum(min(n, r.max_prompt_tokens) for n in lengths) / len(lengths)
         return mean * recipe.prompts.train_count, mean * recipe.prompts.train_count / 2
     _, prompts = encode_prompts(tokenizer, samples, r.max_prompt_tokens)
-    mean = sum(map(len, prompts)) / len(prompts)
-    rows = 0.75 * r.max_tokens * r.answers * recipe.prompts.train_count  # some answers end before the limit
-    return mean * recipe.prompts.train_count + rows, rows
+    read = sum(map(len, prompts)) / len(prompts) * recipe.prompts.train_count
+    written = 0.75 * r.max_tokens * r.answers * recipe.prompts.train_count  # some answers end before the limit
+    return read + written, written + (read if r.prompt_rows else 0)
 
 
 def training_memory(shape: Shape, ends_trained: int, tokens: int, stage: int, world: int, recompute: bool) -> float:

@@ -8,10 +8,12 @@ the loss.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from draftsmith.data.chat import assistant_mask, encode_prompts, prompt_ids
-from draftsmith.data.prefixes import families
+from draftsmith.data.prefixes import common_prefix, families
 from draftsmith.data.teacher_cache import CacheManifest, CacheWriter, Document, teacher_rows
 from draftsmith.data.text import Sample, corpus_hash
 from draftsmith.decode.batch import Answer, write_answers
@@ -71,6 +73,14 @@ def respond(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter,
         return range(shard * r.shard_documents, min(len(prompts), (shard + 1) * r.shard_documents))
 
     waiting: dict[int, list[Answer]] = {}
+
+    def document_of(job: int, answers: list[Answer]) -> Document:
+        document = answers_to_document(prompts[job], sorted(answers, key=lambda a: a.index))
+        if not r.prompt_rows:
+            return document
+        known = common_prefix(prompts[job - 1], prompts[job]) if job else 0
+        return with_prompt_rows(runner, document, known, r.k, recipe.distill.temperature)
+
     bar = progress(sum(len(jobs_of(shard)) for pair in pairs for shard in pair) * r.answers, "respond", "answer")
     for pair in pairs:
         jobs = [job for shard in pair for job in jobs_of(shard)]
@@ -80,14 +90,14 @@ def respond(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter,
             bar.update()
             for shard in pair:
                 if all(len(waiting.get(job, ())) == r.answers for job in jobs_of(shard)):
-                    done = [sorted(waiting.pop(job), key=lambda a: a.index) for job in jobs_of(shard)]
+                    done = {job: waiting.pop(job) for job in jobs_of(shard)}
                     if shard in missing:
-                        writer.write_shard(shard, [answers_to_document(prompts[job], answers)
-                                                   for job, answers in zip(jobs_of(shard), done, strict=True)])
+                        writer.write_shard(shard, [document_of(job, answers) for job, answers in done.items()])
     bar.close()
     return shards
 
 
+@torch.no_grad()
 def score_document(runner: Runner, ids: list[int], mask: list[bool], k: int, temperature: float) -> Document | None:
     """Teacher rows for the positions whose next token is in `mask`; None when there are none."""
     rows = [i for i in range(len(ids) - 1) if mask[i + 1]]
@@ -101,6 +111,17 @@ def score_document(runner: Runner, ids: list[int], mask: list[bool], k: int, tem
     branch = np.zeros(len(ids), np.int64)
     branch[rows[0] + 1 :] = 1
     return Document(np.array(ids), branch, np.array(rows), top_ids, top_logp, tail)
+
+
+def with_prompt_rows(runner: Runner, document: Document, known: int, k: int, temperature: float) -> Document:
+    """A document with teacher rows of its prompt, too, but for its first `known` tokens, which have theirs in another
+    document."""
+    prompt = document.tokens[document.branch == 0].tolist()
+    scored = score_document(runner, prompt, [i > known for i in range(len(prompt))], k, temperature)
+    if scored is None:
+        return document
+    return replace(document, **{name: np.concatenate([getattr(scored, name), getattr(document, name)])
+                                for name in ("row_token", "top_ids", "top_logp", "tail")})
 
 
 @torch.no_grad()

@@ -82,6 +82,7 @@ class RespondSection(Section):
     answers: int = Field(3, ge=1, description="answers a prompt (mode generate)")
     temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0, 0.7], min_length=1,
                                                               description="answer i is sampled at entry i, in rotation")
+    prompt_rows: bool = Field(False, description="teacher rows of the prompts' own text, too (mode generate)")
     max_tokens: int = Field(64, ge=1)
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out, and counted")
     batch: int = Field(32, ge=1)

@@ -205,6 +205,15 @@ def alike(shared: int, rests: list[int], answers: list[list[int]]) -> dict[int, 
     return out
 
 
+def with_prompt_rows(document: Document, first: int) -> Document:
+    """Rows of the prompt's tokens, too, from the `first` on."""
+    own = np.arange(first, document.row_token[0])
+    more = make_document(len(own) + 1, [len(own) + 1], 77)  # for its rows
+    return Document(document.tokens, document.branch, np.concatenate([own, document.row_token]), *(
+        np.concatenate([getattr(more, name)[: len(own)], getattr(document, name)])
+        for name in ("top_ids", "top_logp", "tail")))
+
+
 def texts_with_rows(document: Document) -> dict[tuple[int, ...], tuple[object, ...]]:
     """What each teacher row follows (the whole text up to its token), and the row."""
     out: dict[tuple[int, ...], tuple[object, ...]] = {}
@@ -217,8 +226,12 @@ def texts_with_rows(document: Document) -> dict[tuple[int, ...], tuple[object, .
     return out
 
 
-def test_merged_documents_keep_every_row_behind_its_own_text() -> None:
+@pytest.mark.parametrize("of_prompts", [False, True])
+def test_merged_documents_keep_every_row_behind_its_own_text(of_prompts: bool) -> None:
+    """Also the rows of what they share, which one of them has, whichever it is."""
     documents = alike(70, [3, 1, 5], [[4], [2, 6], [7]])
+    if of_prompts:
+        documents = {i: with_prompt_rows(document, 0 if i == 1 else 70) for i, document in documents.items()}
     merged = merge(list(documents.values()), 70)
     expected: dict[tuple[int, ...], tuple[object, ...]] = {}
     for document in documents.values():

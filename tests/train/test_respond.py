@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from draftsmith.data.io import write_json
-from draftsmith.data.teacher_cache import TeacherCache
+from draftsmith.data.teacher_cache import TeacherCache, teacher_rows
+from draftsmith.decode.runner import load_runner
+from draftsmith.decode.target import load_target
 from draftsmith.train import respond
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.stage import load_prompts
@@ -51,3 +55,28 @@ def test_the_pace_is_of_what_was_computed(tmp_path: Path, capsys: pytest.Capture
     assert 0.8 * read <= computed <= read
     write(recipe)
     assert "positions computed" not in "".join(capsys.readouterr())
+
+
+def test_rows_of_prompts_are_the_targets_and_each_is_written_once(tmp_path: Path) -> None:
+    path = write_tiny_recipe(tmp_path)
+    plain = write(load_recipe(path, [f"out={tmp_path}/plain"]))
+    recipe = load_recipe(path, [f"out={tmp_path}/more", "respond.prompt_rows=true", "respond.precision=fp32"])
+    cache = write(recipe)
+    runner = load_runner(load_target(recipe.target.name))
+    counted, texts = Counter(), set()
+    for document in (cache[i] for i in range(len(cache))):
+        prompt = document.tokens[document.branch == 0].tolist()
+        texts |= {tuple(prompt[: i + 1]) for i in range(len(prompt) - 1)}
+        logits = runner.forward(torch.tensor([prompt]), runner.new_cache(1, len(prompt)), len(prompt))[1][0]
+        ids, logp, tail = teacher_rows(logits, recipe.respond.k, recipe.distill.temperature)
+        for row, token in enumerate(document.row_token):
+            if token < len(prompt) - 1:
+                counted[tuple(prompt[: token + 1])] += 1
+                assert document.top_logp[row] == pytest.approx(logp[token].numpy(), abs=1e-4)
+                assert document.tail[row] == pytest.approx(float(tail[token]), abs=1e-5)
+    assert counted == dict.fromkeys(texts, 1)
+    assert len(texts) > len(cache)
+    # Answers are what they were, with the rows that they had.
+    for i in range(len(cache)):
+        assert np.array_equal(cache[i].tokens, plain[i].tokens)
+        assert np.array_equal(cache[i].row_token[-len(plain[i].row_token) :], plain[i].row_token)
