@@ -124,7 +124,6 @@ def with_prompt_rows(runner: Runner, document: Document, known: int, k: int, tem
                                 for name in ("row_token", "top_ids", "top_logp", "tail")})
 
 
-@torch.no_grad()
 def score(recipe: Recipe, target: Target, runner: Runner, writer: CacheWriter, samples: list[Sample]) -> int:
     """Teacher rows over existing text, for this rank's share of the missing shards; returns the number of all."""
     r = recipe.respond
