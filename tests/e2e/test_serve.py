@@ -118,6 +118,20 @@ def test_a_prompt_is_answered_from_the_keyboard(server: Server, page: Any) -> No
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+def test_a_run_asked_for_while_the_models_are_fetched_is_not_lost(page: Any) -> None:
+    """Neither by the keyboard before the page is ready, nor with a key entered while a slow server refuses the last."""
+    held = []
+    page.route("**/v1/models", lambda route: held.append(route) if len(held) < 2 else route.continue_())
+    page.reload()
+    page.fill("#prompt", "Hello world")
+    page.press("#prompt", "Control+Enter")
+    page.evaluate("document.getElementById('key-field').hidden = false")
+    page.fill("#key", "sesame")
+    page.press("#key", "Enter")
+    page.wait_for_selector("#output .token")
+    assert len(held) == 2
+
+
 def test_a_race_ends_with_a_verdict(page: Any) -> None:
     enter_key(page)
     page.wait_for_selector("#output .token")

@@ -152,20 +152,25 @@ async function runRace(signal) {
   race.close();
 }
 
-/** Do `work`, once the models are known, unless something runs already. What goes wrong is said in words. */
+/**
+ * Do `work`, once the models are known, unless something runs already. What is asked for while they are still being
+ * fetched takes that fetch's place, with the key as it is by then. What goes wrong is said in words.
+ */
 async function start(work = () => {}) {
-  if (running) return;
+  if (running && models) return;
+  running?.abort();
   showError("");
   form.querySelectorAll("[aria-invalid]").forEach((field) => field.removeAttribute("aria-invalid"));
   race.endReplay();
-  setRunning(new AbortController());
+  const mine = new AbortController();
+  setRunning(mine);
   try {
-    if (!models) await loadModels(running.signal);
-    await work(running.signal);
+    if (!models) await loadModels(mine.signal);
+    await work(mine.signal);
   } catch (error) {
-    explain(error);
+    if (running === mine) explain(error);
   } finally {
-    setRunning(null);
+    if (running === mine) setRunning(null);
   }
 }
 
